@@ -34,7 +34,17 @@ def broadcast[
 ](source: Buffer[Blocking[dtype].operand]) -> SIMD[
     Blocking[dtype].operand, Blocking[dtype].width * Blocking[dtype].pair
 ]:
-    """Repeats one value, or one pair of values, in every accumulator's lane."""
+    """Repeats one value, or one pair of values, in every accumulator's lane.
+
+    Parameters:
+        dtype: Element type of the weight.
+
+    Args:
+        source: Where the value or the pair is.
+
+    Returns:
+        The vector.
+    """
     comptime B = Blocking[dtype]
     comptime if B.has_dot:
         var pair = source.unsafe_bitcast[UInt32]().unsafe_load()
@@ -57,7 +67,19 @@ def add_product[
         Blocking[dtype].operand, Blocking[dtype].width * Blocking[dtype].pair
     ],
 ) -> SIMD[Blocking[dtype].accum, Blocking[dtype].width]:
-    """Adds a product, or the sum of a pair of products, to each lane."""
+    """Adds a product, or the sum of a pair of products, to each lane.
+
+    Parameters:
+        dtype: Element type of the weight.
+
+    Args:
+        acc: The sums.
+        a: A number or a pair for each lane.
+        b: What it is multiplied by.
+
+    Returns:
+        The new sums.
+    """
     comptime B = Blocking[dtype]
     comptime Acc = SIMD[B.accum, B.width]
     comptime if B.has_dot:
