@@ -294,10 +294,10 @@ def _find(question: Any, answer: Any, error: Any) -> int:
     try:
         find(question[0], answer[0])
     except Exception as fault:
+        # No exception may leave a callback of ctypes, which would drop it: C++ raises it again.
         if isinstance(fault, BuildError) and compiler.version() is None:
             # PyTorch's ops compute the call, and a notice says once what is missing.
             return 1
-        # C++ raises it again in the caller.
         _thread.error = str(fault).encode()
         error[0] = _thread.error
         return 2

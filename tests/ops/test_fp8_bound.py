@@ -21,6 +21,7 @@ from fp8_bounds import (
     N,
     adversarial,
     assert_clean_but_for,
+    assert_one_scale_by_the_backend,
     by_rows,
     exact,
     exact_hidden,
@@ -322,17 +323,7 @@ def test_frozen_by_the_backend(no_grad: None) -> None:
     layers = [torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 1024), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(1024, 1024)).to(BF16).eval()
     x = matrix(130, 1024)
-    torch.compiler.reset()
-    compiled: Any = torch.compile(
-        model, backend="fused_norm", options={"fp8": "rowwise", "freeze": True}
-    )
-    with scales() as used:
-        found = [compiled(x) for _ in range(2)]
-    assert used
-    assert all(used)
-    assert torch.equal(*found)
-    fn.unfreeze(model)
-    assert decibels(found[0], model(x)) > LEAST
+    assert_one_scale_by_the_backend(model, x)
 
 
 def test_weights_that_were_quantized_elsewhere(no_grad: None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_products import LEAST, decibels
 from torch import Tensor
 from torch.nn import functional
 
@@ -262,3 +263,18 @@ def assert_same_in_graphs_and_after_writes(mlp: fn.LayerNormMLP, x: Tensor) -> N
             graph.replay()
         stream.synchronize()
     assert torch.equal(y, expected)
+
+
+def assert_one_scale_by_the_backend(model: torch.nn.Module, x: Tensor) -> None:
+    """Check a model whose graph's parameters the backend freezes, against itself unfrozen."""
+    torch.compiler.reset()
+    compiled: Any = torch.compile(
+        model, backend="fused_norm", options={"fp8": "rowwise", "freeze": True}
+    )
+    with scales() as used:
+        found = [compiled(x) for _ in range(2)]
+    assert used
+    assert all(used)
+    assert torch.equal(*found)
+    fn.unfreeze(model)
+    assert decibels(found[0], model(x)) > LEAST
