@@ -287,6 +287,17 @@ def test_offloaded_weights_come_back(device: str) -> None:
     model(rows).sum().backward()
 
 
+def test_new_memory_of_an_offloaded_weight_stays(device: str) -> None:
+    """Regression: the values that had left replaced newer ones."""
+    model = a_model(device)
+    offloaded(model)
+    values = torch.randn_like(model[0].weight)
+    model[0].weight.data = values
+    fn.unfreeze(model)
+    assert model[0].weight.data_ptr() == values.data_ptr()
+    assert not model[0].weight.isnan().any()
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -111,8 +111,10 @@ class Offload:
     def bring_back(self) -> None:
         """Move all values back, and let none leave any more."""
         with self._turn:
-            for each in self._away.values():
-                each.parameter.data = each.values.to(each.device)
+            for key, each in self._away.items():
+                # Not of a parameter that has got other memory since.
+                if key_of(each.parameter) == key:
+                    each.parameter.data = each.values.to(each.device)
             self._away.clear()
             self._moved.clear()
             self._nan.clear()
