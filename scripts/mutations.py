@@ -50,6 +50,9 @@ RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "test_bits")
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 BOUNDS = ("tests/ops/test_fp8_gate_bound.py", "-k", "bound_is_near")
 GATE_AGAIN = ("tests/ops/test_fp8_gate_bound.py", "-k", "quantized_again")
+COLUMNS = ("tests/ops/test_fp8_gate_columns.py", "-k", "recipes or of_two_layers")
+COLUMNS_REFUSED = ("tests/ops/test_fp8_gate_columns.py", "-k", "no_use")
+COLUMNS_SHARED = ("tests/ops/test_fp8_gate_columns.py", "-k", "second_weight or stale")
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -619,6 +622,46 @@ MUTATIONS = (
         "len(made) == len(of) and all(map(operator.is_, made, of))",
         "made[:1] == of[:1]",
         GATE_AGAIN,
+    ),
+    Mutation(
+        "a bias keeps its size where the column that it is added to is divided",
+        "cpu",
+        "fused_norm/ops/hidden_columns.py",
+        "(scales, _divided(bias, columns))",
+        "(scales, bias)",
+        COLUMNS,
+    ),
+    Mutation(
+        "columns of a gate's only weight are divided in the half that is activated",
+        "cpu",
+        "fused_norm/ops/hidden_scale.py",
+        "(len(like) - len(self.factors), 0)",
+        "(0, len(like) - len(self.factors))",
+        COLUMNS,
+    ),
+    Mutation(
+        "a second weight's columns are multiplied whatever it costs",
+        "cpu",
+        "fused_norm/ops/hidden_columns.py",
+        "torch.cat(ratios).mean() <= _MOST_NOISE",
+        "torch.cat(ratios).mean() > 0",
+        COLUMNS_REFUSED,
+    ),
+    Mutation(
+        "hidden columns are divided though one has all of the energy",
+        "cpu",
+        "fused_norm/ops/hidden_scale.py",
+        "<= _MOST_OF_ONE * energy.sum()",
+        "<= energy.sum()",
+        COLUMNS_REFUSED,
+    ),
+    Mutation(
+        "a second weight has the columns of another layer before it",
+        "cpu",
+        "fused_norm/ops/hidden_columns.py",
+        "*cast, of.power_of_two, columns.content)",
+        "*cast, of.power_of_two)",
+        COLUMNS_SHARED,
     ),
     Mutation(
         "hidden rows in 8 bits are gates that gate themselves",

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_norm.call.offload import Key, Keys, Offload, key_of
 from fused_norm.call.prepared import Prepared, allocate
+
+Found = TypeVar("Found")
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class Frozen:
     on_thaw: list[Callable[[], None]] = field(default_factory=list)
     _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _found: dict[Hashable, tuple[tuple[Prepared, ...], float]] = field(default_factory=dict)
+    _found: dict[Hashable, tuple[tuple[Prepared, ...], Any]] = field(default_factory=dict)
 
     def admit(self, tensors: Iterable[Tensor]) -> None:
         """Freeze tensors, and let calls on them find this object."""
@@ -117,32 +119,32 @@ class Frozen:
         name: Sequence[Hashable],
         keys: Keys,
         of: tuple[Prepared, ...],
-        find: Callable[[], float],
-    ) -> float | None:
-        """Return a number computed from a call's parameters and from what was made from some.
+        find: Callable[[], Found],
+    ) -> Found | None:
+        """Return what was computed from a call's parameters and from what was made from some.
 
         Args:
             name: What it is.
             keys: The parameters' keys, which this object holds.
-            of: What was made; the number does not outlive any of it.
-            find: Computes the number, and may synchronize with a device.
+            of: What was made; what is found does not outlive any of it.
+            find: Computes it, in the host's memory, and may synchronize with a device.
 
         Returns:
-            The number; None if it has not been computed and a CUDA graph captures the call.
+            What was found; None if it has not been computed and a CUDA graph captures the call.
         """
         key = (*name, keys)
         with _lock:
-            made, number = self._found.get(key, ((), 0.0))
+            made, result = self._found.get(key, ((), None))
         if len(made) == len(of) and all(map(operator.is_, made, of)):
-            return number
+            return cast(Found, result)
         if of[0].tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        number = find()
+        result = find()
         with _lock:
             # Not if it has been thawed in the meantime.
             if self.holds(keys):
-                self._found[key] = of, number
-        return number
+                self._found[key] = of, result
+        return result
 
     def _offload(self, name: Sequence[Hashable], keys: Keys) -> None:
         """Move values from which something was made to the host's memory.

@@ -112,7 +112,7 @@ class Offload:
         """Move all values back, and let none leave any more."""
         with self._turn:
             for key, each in self._away.items():
-                # Not of a parameter that has got other memory since.
+                # Not where the user has given a parameter other memory.
                 if key_of(each.parameter) == key:
                     each.parameter.data = each.values.to(each.device)
             self._away.clear()

@@ -22,6 +22,7 @@ from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
 from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.rounding import RoundedToOdd
+from fused_norm.ops.scaled_hidden import gated_mlp
 from fused_norm.ops.scaled_hidden import hidden as hidden_rows
 from fused_norm.ops.scaled_linears import ScaledLinears, linears
 from fused_norm.recipes import Recipe
@@ -137,6 +138,15 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     stays = t.out_weight is not None and (recipe.input.scaling == "1x128" or is_bounded)
     hidden: list[Tensor] = []
     products: list[Tensor] = []
+    residual = t.out_residual
+    if residual is not None:
+        residual = residual.reshape(-1, residual.shape[-1])
+    if t.out_weight is not None and is_bounded and is_gate(spec.activation):
+        of_norm = (t.gamma, t.beta, spec.weight_offset)
+        operands = (q, scale, t.weights, t.biases, *how, spec.activation, x.dtype)
+        y = gated_mlp(*operands, t.out_weight, t.out_bias, residual, *of_norm)
+        outputs = [_in_shape(y, rows)]
+        return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
     if activates:
         for weight, own, bias, *up in activates:
             last = (spec.activation, x.dtype, *up)
@@ -153,9 +163,6 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         if not is_one:
             products = [activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
-        residual = t.out_residual
-        if residual is not None:
-            residual = residual.reshape(-1, residual.shape[-1])
         if products:
             layer = (products[0], [t.out_weight], [t.out_bias])
             products = linears(*layer, recipe, power_of_two, residual)

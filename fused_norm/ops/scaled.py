@@ -127,7 +127,7 @@ def linear(
     weight, weight_scale, up, up_scale, are_kept = of_frozen(*by)
     operands = (q, scale, weight, weight_scale, scaling, weight_scaling, power_of_two)
     last = (bias, residual, activation, dtype, up, up_scale, up_bias, are_kept)
-    y: Tensor = _linear_op(*operands, *last)
+    y: Tensor = linear_op(*operands, *last)
     return y
 
 
@@ -278,7 +278,7 @@ norm = define(
     _fake_norm,
     unseen(_norm),
 )
-_linear_op = define(
+linear_op = define(
     "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
     "ScalarType dtype, Tensor? up, Tensor? up_scale, Tensor? up_bias, bool are_kept) -> Tensor",

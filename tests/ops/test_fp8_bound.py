@@ -137,19 +137,11 @@ def far_bias(mlp: fn.LayerNormMLP) -> None:
     mlp.fc1_bias[9] = 1e5
 
 
-def uneven(mlp: fn.LayerNormMLP) -> None:
-    """At most a factor of some e^4 between rows, of which a gate has the square."""
-    torch.manual_seed(6)
-    mlp.fc1_weight *= torch.randn(len(mlp.fc1_weight), 1).exp()
-
-
 OF_NO_USE = [outlier, pruned, infinite, not_a_number, far_bias]
 
 
-@pytest.mark.parametrize(
-    ("activation", "change"),
-    [*itertools.product(("gelu", "swiglu"), OF_NO_USE), ("swiglu", uneven)],
-)
+@pytest.mark.parametrize("change", OF_NO_USE)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_bounds_that_are_of_no_use(activation: str, change: Any, no_grad: None) -> None:
     """Typical values would have too few bits: each row has its own scale, as usual."""
     mlp, x = frozen(activation=activation, change=change), matrix(M, K)

@@ -142,7 +142,7 @@ def tailed(rows: int = M, features: int = K) -> Tensor:
 def hidden_of(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
     """Return hidden rows as they are in 8 bits, widened."""
     found: list[Tensor] = []
-    original = scaled_hidden._hidden_op
+    original = scaled_hidden.hidden_op
 
     def noting(*given: Any) -> list[Tensor]:
         q, scale = original(*given)
@@ -150,7 +150,7 @@ def hidden_of(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
         return [q, scale]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled_hidden, "_hidden_op", noting)
+        patch.setattr(scaled_hidden, "hidden_op", noting)
         mlp(x)
     return found[0]
 
@@ -158,7 +158,7 @@ def hidden_of(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
 def with_own_powers_of_two(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
     """Return hidden rows as they are in 8 bits where each has a power of two as its own scale."""
     found: list[Tensor] = []
-    original = scaled_hidden._hidden_op
+    original = scaled_hidden.hidden_op
 
     def noting(*given: Any) -> list[Tensor]:
         a = torch.ops.fused_norm.fp8_linear(*given[:8], None, *given[8:14])
@@ -168,7 +168,7 @@ def with_own_powers_of_two(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled_hidden, "_hidden_op", noting)
+        patch.setattr(scaled_hidden, "hidden_op", noting)
         mlp(x)
     return found[0]
 
