@@ -146,6 +146,17 @@ class Frozen:
                 self._found[key] = of, result
         return result
 
+    def has_made(self, what: Hashable, key: Key) -> bool:
+        """Return whether something was made from a parameter.
+
+        Args:
+            what: The first part of its name.
+            key: The parameter's.
+        """
+        with _lock:
+            names: list[Any] = [*self._prepared]
+        return any(name[0] == what and key in name[-1] for name in names)
+
     def _offload(self, name: Sequence[Hashable], keys: Keys) -> None:
         """Move values from which something was made to the host's memory.
 
@@ -259,6 +270,23 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
                 "call needs it: run it under torch.no_grad() as the calls before, or unfreeze the "
                 "model"
             )
+
+
+def left_for(what: Hashable, tensor: Tensor) -> Tensor | None:
+    """Return values of a parameter that have left for what was made from it, on the host.
+
+    Args:
+        what: The first part of its name.
+        tensor: The parameter.
+
+    Returns:
+        None if they have not left, or for something else.
+    """
+    if not has_offloaded() or not is_ordinary(tensor):
+        return None
+    key = key_of(tensor)
+    made = (record for record in of([tensor]) if record.has_made(what, key))
+    return next((record.offload.values_of(key) for record in made), None)
 
 
 def is_any() -> bool:

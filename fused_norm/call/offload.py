@@ -74,6 +74,15 @@ class Offload:
         """Return whether values of a call's parameters have left."""
         return any(key in self._away or key in self._moved for key in keys if key is not None)
 
+    def values_of(self, key: Key) -> Tensor | None:
+        """Return values that have left, as they are in the host's memory; None of others.
+
+        Args:
+            key: Of the placeholder.
+        """
+        away = self._away.get(key)
+        return None if away is None else away.values
+
     def has_staying(self, keys: Iterable[Key | None]) -> bool:
         """Return whether any of a call's weights has to stay."""
         return not self.staying.isdisjoint(keys)

@@ -22,6 +22,8 @@ from fused_norm.recipes import E4M3, E5M2, Cast
 
 # 8-bit operands, and each of their rows, are aligned to 16 bytes.
 MULTIPLE = 16
+# What a frozen weight is kept as whose columns have factors (ops/hidden_columns.py).
+IN_COLUMNS = "fp8 in columns"
 
 
 def serves(x: Tensor, *scalings: str) -> bool:
@@ -188,5 +190,10 @@ def kept_in_8_bits(
 
 
 def _quantized(weight: Tensor, cast: Cast, power_of_two: bool, transposed: bool) -> list[Tensor]:
-    frozen.require_values([weight])
+    # A call that knows of no factors of its columns is rare, and waits for the host.
+    away = None if transposed else frozen.left_for(IN_COLUMNS, weight)
+    if away is None:
+        frozen.require_values([weight])
+    else:
+        weight = away.to(weight.device)
     return quantize(weight, cast, power_of_two, plain=not transposed, transposed=transposed)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_norm.ops.eight_bits import quantize
+from fused_norm.ops.eight_bits import IN_COLUMNS, quantize
 from fused_norm.ops.hidden_scale import (
     TOGETHER,
     Columns,
@@ -112,7 +112,7 @@ def _folded(rows: int, of: Parameters, out_weight: Tensor, kept: Kept) -> Folded
         scales = own / columns.of_outputs(last)[:, None]
         return (scales,) if bias is None else (scales, _divided(bias, columns))
 
-    by = ("fp8 in columns", *cast, of.power_of_two, columns.content)
+    by = (IN_COLUMNS, *cast, of.power_of_two, columns.content)
     out = record.prepared(by, keys[-1:], make_out, out_weight.device)
     if out is None:
         return None

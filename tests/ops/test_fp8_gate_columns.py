@@ -368,6 +368,22 @@ def test_offloaded_once_it_was_used_without_factors() -> None:
     assert used == [None, None]
 
 
+def test_offloaded_and_used_without_factors() -> None:
+    """As under autocast: the second weight's values come from the host, for each call."""
+    x, mlp = matrix(M, K), gated()
+    with torch.autocast("cpu", BF16):
+        expected = fn.freeze(mlp)(x)
+    fn.freeze(mlp, offload=True)
+    found = mlp(x)
+    for _ in range(2):
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(mlp(x), expected)
+        assert torch.equal(mlp(x), found)
+        assert made_of(mlp.fc2_weight) == ["fp8 in columns"]
+        assert mlp.fc2_weight.isnan().all()
+    assert not torch.equal(found, expected)
+
+
 def test_threads_that_share_an_offloaded_model() -> None:
     """None reads the placeholder of a weight that another has just moved."""
     mlp, x = gated(), matrix(M, K)
