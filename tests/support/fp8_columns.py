@@ -83,18 +83,24 @@ def gated(
     normalization: str = "RMSNorm",
     change: Change | None = None,
     size: tuple[int, int] = (K, N),
+    device: str = "cpu",
     **options: Any,
 ) -> fn.LayerNormMLP:
-    """Return an MLP with a gate, of which one scale for hidden rows is refused without factors."""
+    """Return an MLP with a gate, of which one scale for hidden rows is refused without factors.
+
+    It has the same parameters on each device.
+    """
     change = spread(0.8) if change is None else change
-    return layer(normalization, options.pop("activation", "swiglu"), change, size=size, **options)
+    activation = options.pop("activation", "swiglu")
+    return layer(normalization, activation, change, size=size, **options).to(device)
 
 
 def exact(mlp: fn.LayerNormMLP, x: Tensor, **more: Tensor) -> Tensor:
-    wide = copy.deepcopy(mlp).double()
+    """Return what float64 gives, which has no kernels on a GPU."""
+    wide = copy.deepcopy(mlp).cpu().double()
     wide.recipe = None
-    y: Tensor = wide(x.double(), **{name: v.double() for name, v in more.items()})
-    return y
+    y: Tensor = wide(x.cpu().double(), **{name: v.cpu().double() for name, v in more.items()})
+    return y.to(x.device)
 
 
 def assert_as_precise(mlp: fn.LayerNormMLP, x: Tensor, **more: Tensor) -> None:
