@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
 from fused_norm.ops import linear_add as ops
+from fused_norm.ops.operands import adds_in_product
 
 M, K, N = (3, 5), 24, 16
 
@@ -91,13 +92,35 @@ def test_what_is_wrong_pytorch_says(device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65])
+def test_where_few_rows_are_added(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 17 to 64 rows PyTorch's product reads the weight faster, and adds a third matrix."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper")
+    monkeypatch.setattr(ops, "is_small", lambda *_: False)
+    x, weight, residual = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((rows, 2048), (16384, 2048), (rows, 16384))
+    )
+    assert adds_in_product(x, weight) == (not 16 < rows <= 64)
+    found = []
+    call = (x, weight, None, residual, False)
+    launched = names(lambda: found.append(torch.ops.fused_norm.linear_add(*call)))
+    assert ("fused_norm" in launched) == (not 16 < rows <= 64), launched
+    exact = residual.double() + x.double() @ weight.double().t()
+    theirs = (residual + F.linear(x, weight)).double()
+    # Rounded once.
+    assert (found[0].double() - exact).norm() < (theirs - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One product, rounded once, and the pass that uses the same plan."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper")
     from fused_norm.models.report import explain
-    from fused_norm.ops.operands import adds_in_product
 
     monkeypatch.setattr(ops, "is_small", lambda *_: False)
     tensors = leaves("cuda", dtype, 128)

@@ -14,7 +14,12 @@ from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated, Bias, BiasOfParts
 from ...gemm.sm90.activated import launch_activated
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.tiling import Tiling, activated_tiling
+from ...gemm.sm90.tiling import (
+    MOST_FEW_ROWS,
+    VERY_FEW_ROWS,
+    Tiling,
+    activated_tiling,
+)
 from ..plan import DECLINED, FUSED
 from .choice import fits_gate, has_kernels
 from .costs import Costs
@@ -61,8 +66,11 @@ def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
                 call.M, products(call), call.K, costs.processors
             ).fills()
         )
-    # So is one over y where a residual is added.
+    # So is one over y where a residual is added, of up to 16 rows or many: between, cuBLAS reads the weight
+    # faster, and adds its third matrix (docs/hopper-log.md, "Decoding").
     if call.residual != 0:
+        if VERY_FEW_ROWS < call.M <= MOST_FEW_ROWS:
+            return False
         return linear_tiling(call, costs.processors).fills()
     return costs.is_faster(call.M, call.K, call.N)
 
