@@ -27,7 +27,7 @@ from fused_norm.ops.flops import count_flops
 from fused_norm.ops.folding import folded
 from fused_norm.ops.registration import SPEC_SCHEMA, TENSORS_SCHEMA, define
 
-_OUT_BIAS = NAMED.index("out_bias")
+_OUT_WEIGHT, _OUT_BIAS = NAMED.index("out_weight"), NAMED.index("out_bias")
 
 
 def _laid_sum(t: Operands, total: Tensor) -> Tensor:
@@ -73,6 +73,12 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     ).flat()
 
 
+def _fake_gradient(weight: Tensor) -> Tensor:
+    if is_transposed(weight):
+        return weight.new_empty(weight.t().shape).t()
+    return weight.new_empty(weight.shape)
+
+
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *others, _, grad_outputs, wanted = arguments
     t, spec, _ = unpacked((*others, False))
@@ -83,11 +89,9 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
         dx = t.x.new_empty(t.x.shape)
         found[0] = laid_as_sum(dx, dsum, dx)
     if t.out_weight is not None:
+        found[_OUT_WEIGHT] = _fake_gradient(t.out_weight)
         found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
-    found += [
-        w.new_empty(w.t().shape).t() if is_transposed(w) else w.new_empty(w.shape)
-        for w in t.weights
-    ]
+    found += [_fake_gradient(w) for w in t.weights]
     found += [w.new_empty(w.shape[0]) for w in t.weights]
     return [p for p in (found[place] for place in wanted) if p is not None]
 

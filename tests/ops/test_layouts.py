@@ -155,3 +155,30 @@ def test_fakes_lie_as_results_do(device: str) -> None:
         assert [(v.shape, v.stride(), v.dtype) for v in found] == [
             (v.shape, v.stride(), v.dtype) for v in expected
         ], (shape, first, second)
+
+
+class ColumnsBlock(nn.Module):
+    """GPT-2's MLP, whose weights are stored by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(K)
+        self.up, self.down = (nn.Parameter(torch.randn(*s)) for s in ((K, 4 * K), (4 * K, K)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.gelu(self.ln(x) @ self.up) @ self.down
+        return y
+
+
+def test_compiled_gradients_of_weights_by_columns(device: str) -> None:
+    """Regression: the second weight's gradient was taken for that of one stored by rows."""
+    model, x = ColumnsBlock().to(device), torch.randn(6, K, device=device)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="fused_norm", options={"small": True})
+    assert str(fn.explain(model, x, training=True, options={"small": True})).count("norm_mlp") == 1
+    found = [
+        torch.autograd.grad(run(x).square().sum(), model.parameters()) for run in (compiled, model)
+    ]
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+        assert mine.stride() == other.stride()
