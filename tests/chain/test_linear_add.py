@@ -92,7 +92,7 @@ def test_what_is_wrong_pytorch_says(device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 512])
 def test_where_few_rows_are_added(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 17 to 64 rows PyTorch's product reads the weight faster, and adds a third matrix."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -102,15 +102,17 @@ def test_where_few_rows_are_added(rows: int, monkeypatch: pytest.MonkeyPatch) ->
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         for shape in ((rows, 2048), (16384, 2048), (rows, 16384))
     )
-    assert adds_in_product(x, weight) == (not 16 < rows <= 64)
+    is_ours = not 16 < rows <= 64
+    assert adds_in_product(x, weight) == is_ours
     found = []
     call = (x, weight, None, residual, False)
     launched = names(lambda: found.append(torch.ops.fused_norm.linear_add(*call)))
-    assert ("fused_norm" in launched) == (not 16 < rows <= 64), launched
+    assert ("fused_norm" in launched) == is_ours, launched
     exact = residual.double() + x.double() @ weight.double().t()
     theirs = (residual + F.linear(x, weight)).double()
-    # Rounded once.
-    assert (found[0].double() - exact).norm() < (theirs - exact).norm()
+    # Ours is rounded once.
+    most = (theirs - exact).norm() * (1.0 if is_ours else 1.01)
+    assert (found[0].double() - exact).norm() < most
 
 
 @pytest.mark.gpu

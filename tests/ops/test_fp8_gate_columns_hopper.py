@@ -30,7 +30,11 @@ import fused_norm as fn
 from fused_norm.call import frozen
 from fused_norm.ops.hidden_scale import Columns
 
-pytestmark = on_hopper
+pytestmark = [
+    *on_hopper,
+    # What is compared with.
+    pytest.mark.filterwarnings("ignore:fused_norm has no kernels for torch.float64:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
