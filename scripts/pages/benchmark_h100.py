@@ -1,4 +1,4 @@
-"""The H100's page: blocks, also in FP8, the head, choices; and what guides say of it."""
+"""The H100's page, sections that the H200's has too, and what guides say of the H100."""
 
 from __future__ import annotations
 
@@ -47,11 +47,9 @@ HEADS = {
 def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
     whole = benchmark_tables.members(ROOT / WHOLE, "Whole blocks")
-    blocks = _blocks(_load(BLOCKS))
-    decoding = _decoding(_load(DECODING))
     last = [*_head(_load(HEAD)), *benchmark_trainings.sections()]
-    last += _regret(_load(REGRET), _load(REGRET_TRAINING))
-    return [*whole, *decoding, *_fp8(_load(FP8)), *blocks, *last]
+    last += regret({"forward": REGRET, "training": REGRET_TRAINING})
+    return [*whole, *decoding(DECODING), *_fp8(_load(FP8)), *blocks(BLOCKS), *last]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -119,7 +117,9 @@ def _fp8(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _blocks(run: dict[str, Any]) -> list[str]:
+def blocks(path: str) -> list[str]:
+    """Return a section on blocks in FP8, from a file of results in the checkout."""
+    run = _load(path)
     cases = run["cases"]
     names = list(dict.fromkeys(name for case in cases for name in case["results"]))
     rows = []
@@ -136,7 +136,7 @@ def _blocks(run: dict[str, Any]) -> list[str]:
     return [
         "### Blocks in FP8\n",
         f"{e['gpu']}, torch {e['torch']}, torchao {versions['torchao']}, driver {e['driver']}, "
-        f"{commits}, CUDA graphs. From `{BLOCKS}`, made by "
+        f"{commits}, CUDA graphs. From `{path}`, made by "
         "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
         "operands quantized before, and attention. Weights are random: hidden rows of a frozen "
         "gate stay in 8 bits, which [trained weights may not allow](../guide/fp8.md).\n",
@@ -144,7 +144,9 @@ def _blocks(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _decoding(run: dict[str, Any]) -> list[str]:
+def decoding(path: str) -> list[str]:
+    """Return a section on decoding, from a file of results in the checkout."""
+    run = _load(path)
     names = list(dict.fromkeys(name for case in run["cases"] for name in case["results"]))
     rows = []
     for case in run["cases"]:
@@ -157,7 +159,7 @@ def _decoding(run: dict[str, Any]) -> list[str]:
     return [
         "## Decoding\n",
         f"{e['gpu']}, bfloat16, torch {e['torch']}, driver {e['driver']}, {e['date']}, "
-        f"{e['commit']}, CUDA graphs. From `{DECODING}`, made by `poe bench --decode`.\n",
+        f"{e['commit']}, CUDA graphs. From `{path}`, made by `poe bench --decode`.\n",
         "One token of each sequence through eight blocks of LLaMA-8B with a cache of 1024 "
         "positions: ratios to eager. `products` are the products alone, by PyTorch; `weights` is "
         "the time in which a copy moves as many bytes as the weights have.\n",
@@ -165,9 +167,10 @@ def _decoding(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _regret(*runs: dict[str, Any]) -> list[str]:
-    rows = []
-    for run, direction in zip(runs, ("forward", "training"), strict=True):
+def regret(paths: dict[str, str]) -> list[str]:
+    """Return a section on choices, from a file of results in the checkout for each direction."""
+    rows, runs = [], {direction: _load(path) for direction, path in paths.items()}
+    for direction, run in runs.items():
         calls = [GpuCall(*call) for call in run["calls"]]
         for dtype, is_launched in itertools.product(regret_gpu.DTYPES, (False, True)):
             each = [call for call in calls if call.dtype == dtype]
@@ -182,15 +185,15 @@ def _regret(*runs: dict[str, Any]) -> list[str]:
     header = ["direction", "dtype", "", "sizes", "of the fastest strategy: median", "worst"]
     header += ["of eager: median", "worst"]
     machines = "; ".join(
-        f"{name}: {e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, {e['commit']}"
-        for name, e in ((path, run["environment"]) for path, run in zip(
-            (f"`{REGRET}`", f"`{REGRET_TRAINING}`"), runs, strict=True))
-    )  # fmt: skip
+        f"`{paths[name]}`: {e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, "
+        f"{e['commit']}"
+        for name, e in ((name, run["environment"]) for name, run in runs.items())
+    )
+    by = ", with `--training` for the second" if "training" in paths else ""
     return [
         "## Choices at sizes drawn at random\n",
-        f"{machines}. Made by `poe bench --regret --device cuda`, with `--training` for the "
-        "second: LayerNorm and a product, the time of what users get over that of the fastest "
-        "strategy of the forward and of eager. "
+        f"{machines}. Made by `poe bench --regret --device cuda`{by}: LayerNorm and a product, the "
+        "time of what users get over that of the fastest strategy of the forward and of eager. "
         "[How calls are chosen](../guide/install.md#how-calls-are-chosen).\n",
         markdown.table(header, rows, right=range(3, len(header))),
     ]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import benchmark_h100
 import benchmark_tables
+import benchmark_trainings
 
 from benchmarks import front, front_table, markdown, plots, runs
 from benchmarks.png import description, digest
@@ -24,6 +25,7 @@ from benchmarks.runs import Run
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = "images/benchmarks"
 ENTRY = "benchmarks.md"
+RESULTS = "benchmarks/results"
 GENERATED = "<!-- `poe bench-page` writes this page from benchmarks/results; do not edit it. -->\n"
 INTRODUCTION = """\
 # Benchmarks
@@ -78,17 +80,21 @@ def _cpus() -> list[str]:
 def _h200() -> list[str]:
     return [
         *benchmark_tables.members(ROOT / front_table.OTHER_BLOCKS, "Whole blocks"),
+        *benchmark_h100.decoding(f"{RESULTS}/h200-decode.json"),
+        *benchmark_h100.blocks(f"{RESULTS}/h200-fp8-blocks.json"),
+        *benchmark_trainings.models(f"{RESULTS}/h200-fp8-models.json"),
         *benchmark_tables.members(ROOT / front_table.FAMILY, "Each op"),
         *benchmark_tables.dtypes(
             ROOT / front_table.FAMILY_DTYPES, "Each op in float16 and float32"
         ),
+        *benchmark_h100.regret({"forward": f"{RESULTS}/gpu-regret-nvidia-h200.json"}),
     ]
 
 
 PAGES = {
     "h200": Page(
         "NVIDIA H200",
-        "whole blocks; each op; LayerNorm + Linear in all shapes and dtypes",
+        "whole blocks, also in FP8; decoding; each op; LayerNorm + Linear in all shapes and dtypes",
         _h200,
         lambda run: "H200" in run.environment.gpu,
     ),

@@ -1,4 +1,4 @@
-"""Whole models on an H100, for its page of the benchmarks: steps with the head, and FP8."""
+"""Whole models on GPUs, for their pages of the benchmarks: steps with the head, and FP8."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ RUNS = {
 
 def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
-    head, models, fp8 = (json.loads((ROOT / name).read_text()) for name in (HEAD, MODELS, FP8))
-    return [*_head(head), *_models(models), *_fp8(fp8)]
+    head, fp8 = (json.loads((ROOT / name).read_text()) for name in (HEAD, FP8))
+    return [*_head(head), *models(MODELS), *_fp8(fp8)]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -94,8 +94,9 @@ def _head(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _models(run: dict[str, Any]) -> list[str]:
-    rows = []
+def models(path: str) -> list[str]:
+    """Return a section on whole models in FP8, from a file of results in the checkout."""
+    run, rows = json.loads((ROOT / path).read_text()), []
     for m in run["measurements"]:
         for provider, found in m["results"].items():
             seconds = found["timings"]["launch"]["median"] * 1e-6
@@ -109,7 +110,7 @@ def _models(run: dict[str, Any]) -> list[str]:
     header = ["model", "", "tokens a second", "peak memory, all of it", "SQNR of the logits"]
     return [
         "### Whole models in FP8\n",
-        f"{_machine(run['environment'])}. From `{MODELS}`, made by "
+        f"{_machine(run['environment'])}. From `{path}`, made by "
         "`scripts/measure/whole_models.py`: LLaMA 3.2 1B with random weights, against the model in "
         "float32, by `torch.compile` but for eager.\n",
         markdown.table(header, rows, right=(2, 3, 4)),
