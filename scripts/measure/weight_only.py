@@ -17,12 +17,12 @@ import copy
 import itertools
 import statistics
 import time
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks import document
 from fused_norm.chain import normalize
@@ -122,8 +122,9 @@ def measure(dtype: torch.dtype, rows: int, then: str, rounds: int) -> dict[str, 
     torch.compiler.reset()
     model = Model().to(dtype).eval()
     x, residual = torch.randn(2, 1, rows, FEATURES).to(dtype)
-    check(x, residual, model.blocks[0].norms[0])
-    quantize_(model, Int8WeightOnlyConfig(version=2))
+    check(x, residual, next(m for m in model.modules() if isinstance(m, Norm)))
+    quantization = import_module("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
     # They share weights: the memory of a copy changes the time of its products.
     memo = {id(p): p for p in model.parameters()}
     models = {"model": model}
