@@ -1,6 +1,7 @@
 """Measure forwards on this GPU with each strategy, and fit the model that chooses for its kind.
 
     python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FOLDER]
+    python scripts/measure/gpu_calls.py --sizes FILE    add or replace sizes: lines "DTYPE M K N"
     python scripts/measure/gpu_calls.py --fit    fit again, every kind; this needs no GPU
 
 Measurements are benchmarks/results/gpu-calls-KIND.json; what is fitted to them is
@@ -16,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mojo_program import printed
@@ -25,7 +27,7 @@ from fused_norm.devices import choice, costs, hopper
 from fused_norm.devices.hopper import Cycles, GpuCall, Hopper
 from fused_norm.devices.machine import hopper_kind
 from fused_norm.tuning import gpu
-from fused_norm.tuning.sizes import SEED, Size, draw_for_gpu
+from fused_norm.tuning.sizes import DTYPES, SEED, Size, draw_for_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -55,6 +57,9 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=float, default=240, help="seconds of all (default: 240)")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--sizes", type=Path, help='only those of a file, whose lines are "DTYPE M K N"'
+    )
     parser.add_argument("--fit", action="store_true", help="only fit again")
     options = parser.parse_args()
     if options.fit:
@@ -68,7 +73,7 @@ def main() -> int:
         return 0
     torch.backends.cuda.matmul.allow_tf32 = True
     calls, end = [], time.perf_counter() + options.limit
-    for size in sizes():
+    for size in sizes() if options.sizes is None else sizes_of(options.sizes):
         if time.perf_counter() > end:
             print("the limit is reached")
             break
@@ -82,7 +87,9 @@ def main() -> int:
         )
         name = f"{call.dtype} {call.M}x{call.K}x{call.N}"
         print(f"{name}: eager {eager:.1f} us, {', '.join(cells)}", flush=True)
-    write(options.out / f"gpu-calls-{hopper_kind(0)}.json", options.commit, calls)
+    name = f"gpu-calls-{hopper_kind(0)}.json"
+    before = {} if options.sizes is None else json.loads((RESULTS / name).read_text())
+    write(options.out / name, options.commit, calls, before)
     save_fitted(options.out, lambda _: gpu.tile_cycles(0))
     return 0
 
@@ -139,12 +146,40 @@ def sizes() -> list[Size]:
     return [size for turn in turns for size in turn if size is not None]
 
 
-def write(path: Path, commit: str | None, calls: list[GpuCall]) -> None:
-    """Write measurements."""
+def sizes_of(path: Path) -> list[Size]:
+    """Return the sizes of a file.
+
+    Raises:
+        ValueError: If a line is not of a dtype, M, K and N.
+    """
+    found = []
+    for line in path.read_text().splitlines():
+        dtype, M, K, N = line.split()
+        if dtype not in DTYPES:
+            raise ValueError(f"{dtype} is none of {', '.join(DTYPES)}")
+        found.append(Size(dtype, "", int(M), int(K), int(N)))
+    return found
+
+
+def write(path: Path, commit: str | None, calls: list[GpuCall], before: dict[str, Any]) -> None:
+    """Write measurements.
+
+    Args:
+        path: Of the file.
+        commit: What was measured, where there is no repository.
+        calls: The measurements.
+        before: A file's content that these are added to; those of the same sizes are replaced.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     described = dataclasses.asdict(environment.describe(device, commit))
     head = {"environment": described, "fields": GpuCall._fields}
-    document.write_rows(path, head, "calls", calls)
+    merged = {call[:4]: call for call in calls}
+    if before:
+        added = [*before.get("added", []), {"calls": len(calls), "environment": described}]
+        head = {**before, "added": added}
+        old = [GpuCall(*each) for each in head.pop("calls")]
+        merged = {call[:4]: call for call in old} | merged
+    document.write_rows(path, head, "calls", merged.values())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from mojo_programs import needs_mojo
 
 import fused_norm as fn
 from benchmarks import regret, regret_gpu
+from benchmarks.environment import describe
 from fused_norm.chain.kernels import is_hopper
 from fused_norm.devices import choice, costs, hopper, machine
 from fused_norm.devices.hopper import GpuCall
@@ -42,6 +43,38 @@ def test_shipped_data_is_what_was_measured(gpu_calls: ModuleType, tmp_path: Path
         shipped = choice.SHIPPED / f"{kind}.json"
         assert (tmp_path / "fitted.json").read_text() == shipped.read_text(), kind
         assert choice.load(shipped).as_array("bfloat16") == device.as_array("bfloat16")
+
+
+def test_sizes_of_a_file_are_added(
+    gpu_calls: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that was measured before is replaced; the file says what was added, and where."""
+    listed = tmp_path / "sizes.txt"
+    listed.write_text("bfloat16 3 8 16\nfloat16 5 8 16\n")
+    sizes = gpu_calls.sizes_of(listed)
+    assert sizes == [Size("bfloat16", "", 3, 8, 16), Size("float16", "", 5, 8, 16)]
+    listed.write_text("bfloat 3 8 16\n")
+    with pytest.raises(ValueError, match="bfloat is none of float32"):
+        gpu_calls.sizes_of(listed)
+    environment = describe(torch.device("cpu"), "abc")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu_calls.environment, "describe", lambda device, commit: environment)
+    old, new = ({"eager": us, "composed": us, "around": us} for us in (1.0, 2.0))
+    path = tmp_path / "calls.json"
+    before = [GpuCall("bfloat16", M, 8, 16, old, old) for M in (2, 3)]
+    gpu_calls.write(path, None, before, {})
+    content = json.loads(path.read_text())
+    assert "added" not in content
+    gpu_calls.write(
+        path, None, [GpuCall(*size[:1], *size[2:], new, new) for size in sizes], content
+    )
+    assert [(call.dtype, call.M, call.graph["eager"]) for call in calls_of(path)] == [
+        ("bfloat16", 2, 1.0),
+        ("bfloat16", 3, 2.0),
+        ("float16", 5, 2.0),
+    ]
+    added = json.loads(path.read_text())["added"]
+    assert [(each["calls"], each["environment"]["commit"]) for each in added] == [(2, "abc")]
 
 
 @needs_mojo
