@@ -139,19 +139,10 @@ def _gated_mlp(
     scale: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    scaling: str,
-    weight_scaling: str,
-    power_of_two: bool,
-    activation: str,
-    dtype: torch.dtype,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight_offset: float,
+    *rest: Any,
 ) -> Tensor:
-    how, norm = (scaling, weight_scaling, power_of_two), (gamma, beta, True, weight_offset)
+    *how, activation, dtype, out_weight, out_bias, residual, gamma, beta, weight_offset = rest
+    norm = (gamma, beta, True, weight_offset)
     of = Parameters(gamma, beta, weights, biases, activation, weight_offset, *how[1:])
     kept = kept_parameters(of, out_weight) if frozen.is_any() else None
     made = None if kept is None else folded(len(q), of, out_weight, kept)
