@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import replayed
 from devices import ON_HOPPER
 from fp8_products import LEAST, decibels, gradients
 from kernel_harness import Guarded
@@ -268,17 +269,7 @@ class TestOnHopper:
             y, names = ran(lambda: layer(x))
             assert torch.equal(y, expected)
             assert not any("quantize_blocks_squ" in name for name in names)
-            stream = torch.cuda.Stream()
-            held = torch.zeros_like(x)
-            with torch.cuda.stream(stream):
-                layer(held)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    y = layer(held)
-                held.copy_(x)
-                graph.replay()
-                stream.synchronize()
-            assert torch.equal(y, expected)
+            assert torch.equal(replayed(layer, x), expected)
 
     def test_rows_written_just_before(self) -> None:
         """No kernel starts with what an earlier one has still to write."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import replayed
 from fp8_bounds import NORMS, adversarial, assert_same_in_graphs_and_after_writes, hidden_of, matrix
 from fp8_columns import (
     LOST,
@@ -110,18 +111,8 @@ def test_compiled(backend: str, rows: int) -> None:
 
 
 def captured(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
-    """Return what a CUDA graph computes that captures a call."""
-    stream, held = torch.cuda.Stream(), torch.zeros_like(x)
-    with torch.cuda.stream(stream):
-        # The first call on a stream finds its kernels.
-        gated(device="cuda")(held)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            y = mlp(held)
-        held.copy_(x)
-        graph.replay()
-        stream.synchronize()
-    return y
+    """Return what a CUDA graph computes that captures a call, the first of these parameters."""
+    return replayed(mlp, x, first=gated(device="cuda"))
 
 
 @pytest.mark.parametrize("offload", [False, True])

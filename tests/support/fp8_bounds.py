@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import replayed
 from fp8_products import LEAST, decibels
 from torch import Tensor
 from torch.nn import functional
@@ -252,17 +253,7 @@ def assert_same_in_graphs_and_after_writes(mlp: fn.LayerNormMLP, x: Tensor) -> N
         y = mlp(late)
         late.fill_(float("nan"))
         assert torch.equal(y, expected)
-    stream, held = torch.cuda.Stream(), torch.zeros_like(x)
-    with torch.cuda.stream(stream):
-        mlp(held)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            y = mlp(held)
-        held.copy_(x)
-        for _ in range(3):
-            graph.replay()
-        stream.synchronize()
-    assert torch.equal(y, expected)
+    assert torch.equal(replayed(mlp, x, times=3), expected)
 
 
 def assert_one_scale_by_the_backend(model: torch.nn.Module, x: Tensor) -> None:

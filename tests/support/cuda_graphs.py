@@ -1,0 +1,36 @@
+"""Calls that a CUDA graph captures, on rows that are written before a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def replayed(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    first: Callable[[Tensor], object] | None = None,
+    times: int = 1,
+) -> Tensor:
+    """Return what a CUDA graph of a call computes on rows that it did not capture.
+
+    Args:
+        run: The call.
+        x: The rows.
+        first: What precedes the graph on its stream, where a first call finds its kernels; None
+            for the call.
+        times: How often the graph is replayed.
+    """
+    stream, held = torch.cuda.Stream(), torch.zeros_like(x)
+    with torch.cuda.stream(stream):
+        (first or run)(held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = run(held)
+        held.copy_(x)
+        for _ in range(times):
+            graph.replay()
+        stream.synchronize()
+    return y
