@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from fused_norm.ops import node
 
@@ -15,3 +18,9 @@ def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     else:
         monkeypatch.setattr(node, "module", lambda: None)
     return str(request.param)
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield

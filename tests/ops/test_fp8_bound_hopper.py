@@ -46,18 +46,12 @@ from fused_norm.native import build
 from fused_norm.ops import hidden_scale
 from fused_norm.recipes import E4M3
 
-pytestmark = on_hopper
+pytestmark = [*on_hopper, pytest.mark.usefixtures("no_grad")]
 OPS = torch.ops.fused_norm
 # Of one tile and a part of a second, odd ones, many; outputs that are not a multiple of a tile's.
 SIZES = [(129, 1040, 1152), (300, 272, 384), (1001, 128, 272), (133, 4096, 16), (140, 16, 208)]
 SIZES += [(257, 144, 1552), (513, 2048, 4112), (4096, 256, 3072), (2049, 1024, 4096)]
 GELU_AND_SWIGLU = pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def on(device: str, given: list[Any]) -> list[Any]:

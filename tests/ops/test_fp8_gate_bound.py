@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,11 +30,7 @@ import fused_norm as fn
 from fused_norm.activations import GATES
 from fused_norm.freeze import freeze_parameters
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.mark.parametrize("size", [(2048, 1024), (4096, 1024)])

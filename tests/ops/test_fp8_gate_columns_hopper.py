@@ -33,15 +33,10 @@ from fused_norm.ops.hidden_scale import Columns
 
 pytestmark = [
     *on_hopper,
+    pytest.mark.usefixtures("no_grad"),
     # What is compared with.
     pytest.mark.filterwarnings("ignore:fused_norm has no kernels for torch.float64:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("change", [spread(0.7), spread(1), large(1, 30, 64), tails])

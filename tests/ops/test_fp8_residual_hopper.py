@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fused_norm.ops import scaled
 from fused_norm.ops.eight_bits import scales_of
 from fused_norm.recipes import E4M3, Cast
 
-pytestmark = on_hopper
+pytestmark = [*on_hopper, pytest.mark.usefixtures("no_grad")]
 BF16 = torch.bfloat16
 OPS = torch.ops.fused_norm
 Size = tuple[int, int, int]
@@ -33,12 +32,6 @@ HOW = [("row", "row"), ("tensor", "tensor"), ("1x128", "128x128")]
 SIZES: list[Size] = [(1, 144, 16), (5, 4096, 1040), (16, 272, 4112), (37, 144, 16), (64, 2048, 400)]
 SIZES += [(37, 16, 16), (129, 16, 8208), (300, 272, 1040), (1001, 272, 8208), (3000, 16, 1040)]
 SIZES += [(1001, 1040, 4112), (513, 2048, 4112), (2049, 1040, 1040), (8192, 1024, 1040)]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def exact(size: Size, how: tuple[str, str], device: str = "cuda") -> list[Tensor]:

@@ -22,6 +22,7 @@ from fused_norm.ops import scaled_hidden
 LOST = 0.45
 # Features, and hidden ones.
 K, N = 512, 1536
+RECIPES = ["rowwise", "tensorwise", "rowwise_with_gw_hp"]
 Change = Callable[[fn.LayerNormMLP], None]
 
 
