@@ -7,6 +7,8 @@ shape share it, and a CPU's ops of the first are compiled in one.
 from __future__ import annotations
 
 import dataclasses
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from max_together import compile_together
+from processes import ROOT
+from test_puzzle_driver import GPU_VERDICT
 from torch import Tensor
 
 from tutorial.puzzle import max_ops
@@ -139,6 +143,34 @@ def test_strided_tensors(device: str) -> None:
     expanded = torch.ones((), device=device).expand(output.shape)
     gradients = max_ops.layernorm_linear_backward(expanded, x, ln_weight, ln_bias, linear_weight)
     torch.testing.assert_close(gradients[4], torch.full_like(linear_bias, 16.0))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_driver_prints_what_the_document_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kernels are those of these tests: in a process of its own, MAX compiles them again."""
+    main = runpy.run_path(str(ROOT / "solutions/p22/p22.py"), run_name="imported")["main"]
+    assert main(["--fused"]) == 0
+    said = capsys.readouterr()
+    for line in (
+        r"Testing with dimensions: \[4, 4, 8\] -> \[4, 4, 16\]",
+        r"OK Loaded Mojo operations library",
+        r"   Puzzle 22: FUSED Algorithm Test & Benchmark",
+        r"OK Using Mojo fused kernel \(CPU\)",
+        r"   Max difference: \d\.\d\de-\d\d",
+        r"   - Reference: +OK CORRECT",
+        r"   - CPU: +OK CORRECT",
+        rf"   - GPU fused: +{GPU_VERDICT}",
+        r"   Overall Correctness: OK ALL CORRECT",
+        r"   .*CPU: \d+\.\d\dms \(50 iterations(, from \d+)?\)",
+        r"FUSED Algorithm Test Completed!",
+        r"   16x8x16: \d+\.\d\dx (fast|slow)er than PyTorch eager \(.*, eager .*\)",
+        r"   2048x768x3072: \d+\.\d\dx (fast|slow)er than PyTorch eager \(.*, eager .*\)",
+    ):
+        assert re.search(f"^{line}$", said.out, re.MULTILINE), line
+    assert max(map(len, said.out.splitlines())) <= 80
+    # Not a terminal, so plain lines say what was compiled and for how long.
+    assert "Compiling fused kernel for the CPU" in said.err
+    assert re.search(r"^  \d+\.\d s$", said.err, re.MULTILINE)
 
 
 @pytest.mark.gpu

@@ -26,32 +26,6 @@ FAULTS = [
 run = functools.partial(run_script, "solutions/p22/p22.py")
 
 
-def test_forward_prints_what_the_document_shows() -> None:
-    result = run("--fused")
-    assert result.returncode == 0, result.stdout + result.stderr
-    for line in (
-        r"Testing with dimensions: \[4, 4, 8\] -> \[4, 4, 16\]",
-        r"OK Loaded Mojo operations library",
-        r"   Puzzle 22: FUSED Algorithm Test & Benchmark",
-        r"OK Using Mojo fused kernel \(CPU\)",
-        r"   Max difference: \d\.\d\de-\d\d",
-        r"   - Reference: +OK CORRECT",
-        r"   - CPU: +OK CORRECT",
-        rf"   - GPU fused: +{GPU_VERDICT}",
-        r"   Overall Correctness: OK ALL CORRECT",
-        r"   .*CPU: \d+\.\d\dms \(50 iterations(, from \d+)?\)",
-        r"FUSED Algorithm Test Completed!",
-        r"   16x8x16: \d+\.\d\dx (fast|slow)er than PyTorch eager \(.*, eager .*\)",
-        r"   2048x768x3072: \d+\.\d\dx (fast|slow)er than PyTorch eager \(.*, eager .*\)",
-    ):
-        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    # Not a terminal, so plain lines say what was compiled and for how long.
-    assert result.stderr.startswith("Loading PyTorch and MAX ...\n")
-    assert "Compiling fused kernel for the CPU" in result.stderr
-    assert re.search(r"^  \d+\.\d s$", result.stderr, re.MULTILINE)
-
-
 @pytest.mark.slow
 def test_unfused_times_what_it_names() -> None:
     """Regression: a CPU ran the fused kernel under that name. --size gives way to single sizes."""
@@ -134,6 +108,8 @@ def test_says_what_does_not_compile(tmp_path: Path) -> None:
     source.write_text(source.read_text() + "\nnot Mojo\n")
     result = run("--fused", root=root)
     assert result.returncode == 1
+    assert result.stdout.startswith("Testing with dimensions: [4, 4, 8] -> [4, 4, 16]\n")
+    assert result.stderr.startswith("Loading PyTorch and MAX ...\n")
     assert "The kernels do not compile" in result.stderr
     assert "fused.mojo" in result.stderr
     assert "Traceback" not in result.stderr
