@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -167,9 +168,20 @@ LOOPS: dict[str, Recipe] = {
 }
 
 
-@of_dtypes
-@pytest.mark.parametrize("loop", LOOPS)
-@of_kinds
+def cases() -> Iterator[Any]:
+    """Give kinds, loops and dtypes.
+
+    The backend compiles for each case, which takes a CPU seconds: each loop has a dtype, and the
+    other is slow.
+    """
+    for case in itertools.product(KINDS, enumerate(LOOPS), enumerate(DTYPES)):
+        kind, (i, loop), (j, dtype) = case
+        is_slow = kind == "backend" and i % 2 != j and not torch.cuda.is_available()
+        marks: Any = pytest.mark.slow if is_slow else ()
+        yield pytest.param(kind, loop, DTYPES[dtype], marks=marks, id=f"{kind}-{loop}-{dtype}")
+
+
+@pytest.mark.parametrize(("kind", "loop", "dtype"), cases())
 def test_loop(kind: str, loop: str, dtype: torch.dtype, device: str) -> None:
     if (loop, dtype, device) == ("GradScaler", torch.bfloat16, "cuda"):
         pytest.skip("a GradScaler takes no gradients in bfloat16")
