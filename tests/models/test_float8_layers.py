@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import Block, OneLayer, compiled, decibels, fused_graph, report, rows
+from float8_models import Block, K, OneLayer, compiled, decibels, fused_graph, report, rows
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -20,6 +20,7 @@ quantization: Any = pytest.importorskip("torchao.quantization")
 quant_api: Any = pytest.importorskip("torchao.quantization.quant_api")
 
 RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+pytestmark = pytest.mark.usefixtures("narrow_fp8")
 GRANULARITIES = {"rowwise": quantization.PerRow(), "tensorwise": quantization.PerTensor()}
 # dB of gradients in bfloat16: a rounding more or less turns some of the numbers of 8 bits into
 # their neighbors, and the spacing of e5m2 is wide.
@@ -96,7 +97,7 @@ def test_sums_after_weights_in_8_bits(
     """Their products add, except what takes a gradient."""
     monkeypatch.setattr("fused_norm.models.fuse.adds_in_fp8", lambda x, own: True)
     torch.manual_seed(0)
-    layer = quantized(nn.Linear(1024, 1024).bfloat16().requires_grad_(False))
+    layer = quantized(nn.Linear(K, K).bfloat16().requires_grad_(False))
     x, r = rows(), rows().mul(3).requires_grad_()
 
     def summed(x: Tensor, r: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ def test_bounds_of_maxima_are_left(quantized: Callable[..., nn.Module]) -> None:
 def test_what_no_recipe_of_ours_is_stays() -> None:
     x = rows()
     cases: dict[str, nn.Module] = {
-        "a size of 512, below 1024": trained(OneLayer(N=512).bfloat16()),
+        f"a size of {K // 2}, below {K}": trained(OneLayer(N=K // 2).bfloat16()),
         "no recipe is Float8LinearConfig": trained(
             OneLayer().bfloat16(), "tensorwise", round_scales_to_power_of_2=True
         ),
@@ -253,8 +254,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(1024)
-        self.q, self.k, self.v = (nn.Linear(1024, 1024, bias=False) for _ in range(3))
+        self.norm = nn.RMSNorm(K)
+        self.q, self.k, self.v = (nn.Linear(K, K, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.norm(x)
@@ -266,8 +267,8 @@ class MixedMlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(1024)
-        self.q, self.k = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+        self.norm = nn.LayerNorm(K)
+        self.q, self.k = nn.Linear(K, K), nn.Linear(K, K)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.k(nn.functional.gelu(self.q(self.norm(x))))
@@ -319,8 +320,8 @@ class Scaled(nn.Module):
 
     def __init__(self, factor: str) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024, bias=False)
-        self.bias = nn.Parameter(torch.randn(1024))
+        self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, K, bias=False)
+        self.bias = nn.Parameter(torch.randn(K))
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -330,7 +331,7 @@ class Scaled(nn.Module):
         if self.factor == "twice":
             return (y + self.bias) * y
         if self.factor == "matrix":
-            return y + self.bias.expand(24, 1024)
+            return y + self.bias.expand(24, K)
         raise AssertionError(self.factor)
 
 
@@ -350,8 +351,8 @@ class Writes(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024, bias=False)
-        self.bias = nn.Parameter(torch.randn(1024))
+        self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, K, bias=False)
+        self.bias = nn.Parameter(torch.randn(K))
         self.what = what
 
     def forward(self, x: Tensor) -> Tensor:

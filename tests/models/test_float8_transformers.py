@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import ON_HOPPER
-from float8_models import Block, OneLayer, compiled, decibels, fused_graph, report, rows
+from float8_models import (
+    WIDE,
+    Block,
+    K,
+    OneLayer,
+    compiled,
+    decibels,
+    fused_graph,
+    report,
+    rows,
+)
 from torch import Tensor, nn
 
 from fused_norm import recipes
@@ -21,7 +31,10 @@ finegrained: Any = pytest.importorskip("transformers.integrations.finegrained_fp
 compressed: Any = pytest.importorskip("transformers.integrations.compressed_tensors")
 
 # transformers asks for PyTorch's version within its layers.
-pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.usefixtures("narrow_fp8"),
+]
 
 Convert = Callable[[nn.Linear], nn.Module]
 # What Triton's kernels of the Hub are named, behind a digest of their sources.
@@ -169,9 +182,9 @@ def test_with_the_roundings_of_the_model_results_are_theirs(recipe: str) -> None
 def test_numbers_and_scales_are_their_own(recipe: str) -> None:
     torch.manual_seed(0)
     model, x = (
-        converted(OneLayer(1024, 1168).bfloat16(), CONVERTS[recipe])
+        converted(OneLayer(N=K + 144).bfloat16(), CONVERTS[recipe])
         if (recipe == "rowwise")
-        else converted(OneLayer(1024, 1152).bfloat16(), CONVERTS[recipe]),
+        else converted(OneLayer(N=K + 128).bfloat16(), CONVERTS[recipe]),
         rows(),
     )
     layer: Any = model.linear
@@ -181,9 +194,9 @@ def test_numbers_and_scales_are_their_own(recipe: str) -> None:
     scale.data *= 3
     with torch.no_grad():
         y = compiled(model)(x)
-        z = F.layer_norm(x.float(), (1024,), model.norm.weight.float(), model.norm.bias.float())
+        z = F.layer_norm(x.float(), (K,), model.norm.weight.float(), model.norm.bias.float())
         how = recipes.find(recipe)
-        q, of_rows_ = recipes.quantize(z.reshape(-1, 1024), how.input, False)
+        q, of_rows_ = recipes.quantize(z.reshape(-1, K), how.input, False)
         wide = scale.reshape(-1, 1) if recipe == "rowwise" else scale
         exact = recipes.product(
             (q, of_rows_),
@@ -211,7 +224,7 @@ def test_nothing_of_transformers_is_left_in_the_graph(recipe: str) -> None:
 class GatedMLP(nn.Module):
     """The MLP of a LLaMA, and the norm before it."""
 
-    def __init__(self, features: int = 1024, hidden: int = 2048) -> None:
+    def __init__(self, features: int = K, hidden: int = 2 * K) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(features)
         sizes = {"gate": (features, hidden), "up": (features, hidden), "down": (hidden, features)}
@@ -248,8 +261,8 @@ def test_what_no_recipe_of_ours_is_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     x = rows()
     plain = OneLayer().bfloat16()
     cases: list[tuple[str, nn.Module]] = [
-        ("a size of 512, below 1024", converted(OneLayer(N=512).bfloat16(), of_rows)),
-        ("a size of 512, below 1024", converted(OneLayer(N=512).bfloat16(), of_blocks)),
+        (f"a size of {K // 2}, below {K}", converted(OneLayer(N=K // 2).bfloat16(), of_rows)),
+        (f"a size of {K // 2}, below {K}", converted(OneLayer(N=K // 2).bfloat16(), of_blocks)),
         (
             "scales of torch.float8_e8m0fnu",
             converted(plain, lambda linear: of_blocks(linear, scale_fmt="ue8m0")),
@@ -281,10 +294,10 @@ def test_blocks_are_recognized_on_gpus(then: str, monkeypatch: pytest.MonkeyPatc
     """By Hopper's kernels, with their numbers."""
     monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
     torch.manual_seed(0)
-    plain = Block().bfloat16()
-    model, x = converted(plain, of_blocks).cuda(), rows().cuda()
+    plain = Block(WIDE).bfloat16()
+    model, x = converted(plain, of_blocks).cuda(), rows(features=WIDE).cuda()
     with torch.no_grad():
-        exact, theirs = plain.double()(rows().double()), model(x)
+        exact, theirs = plain.double()(rows(features=WIDE).double()), model(x)
         found = report(model, x)
         assert {found["norm1"], found["norm2"], found["out"]} == {"FP8 blockwise"}
         ours = compiled(model, then=then)(x)

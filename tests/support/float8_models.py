@@ -12,16 +12,21 @@ from torch.fx import Graph, GraphModule
 import fused_norm as fn
 from fused_norm.models import fuse
 
+# Features of the layers that tests have in FP8 on a CPU.
+K = 256
+# Fewest that the library has in FP8.
+WIDE = 1024
+
 
 class Block(nn.Module):
     """Attention without heads and an MLP, with biases and without, after two kinds of norm."""
 
-    def __init__(self, features: int = 1024) -> None:
+    def __init__(self, features: int = K) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(features), nn.LayerNorm(features)
         self.qkv = nn.Linear(features, 3 * features, bias=False)
         self.out = nn.Linear(features, features)
-        self.up, self.down = nn.Linear(features, 2048), nn.Linear(2048, features)
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
@@ -33,7 +38,7 @@ class Block(nn.Module):
 class OneLayer(nn.Module):
     """A norm and a Linear layer."""
 
-    def __init__(self, K: int = 1024, N: int = 1024) -> None:
+    def __init__(self, K: int = K, N: int = K) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, N)
 
@@ -64,7 +69,7 @@ def fused_graph(model: nn.Module, x: Tensor) -> Graph:
     return graph
 
 
-def rows(dtype: torch.dtype = torch.bfloat16, features: int = 1024) -> Tensor:
+def rows(dtype: torch.dtype = torch.bfloat16, features: int = K) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(2, 24, features).to(dtype)
 
