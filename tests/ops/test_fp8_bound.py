@@ -137,7 +137,9 @@ def test_chain(activation: str, is_pair: bool, tmp_path: Path) -> None:
         expected = OPS.fp8_hidden_by_python(*given)
         with running(tmp_path) as names:
             assert same(OPS.fp8_hidden(*given), expected)
-            opcheck(OPS.fp8_hidden.default, tuple(given), test_utils=OF_8_BITS)
+            # Either with either, not all four: each takes most of a second.
+            if has_bias == (scaling == "row"):
+                opcheck(OPS.fp8_hidden.default, tuple(given), test_utils=OF_8_BITS)
         assert {name for name, _ in names} == {"linear"}
     # A bias in another dtype is for PyTorch's ops.
     given[7] = given[7].float()

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import (
-    BF16,
-    K,
-    M,
-    N,
-    assert_one_scale_by_the_backend,
-    frozen,
-    layer,
-    matrix,
-    scales,
-)
+from fp8_bounds import BF16, K, M, N, assert_one_scale_by_the_backend, frozen, layer, matrix, scales
 
 import fused_norm as fn
 from fused_norm import recipes

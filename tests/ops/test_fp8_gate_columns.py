@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import (
-    BF16,
-    NORMS,
-    M,
-    adversarial,
-    assert_clean_but_for,
-    hidden_of,
-    matrix,
-    tailed,
-)
-from fp8_columns import (
-    RECIPES,
-    K,
-    N,
-    assert_as_precise,
-    folds,
-    gated,
-    large,
-    spread,
-    tails,
-)
+from fp8_bounds import BF16, NORMS, M, adversarial, assert_clean_but_for, hidden_of, matrix, tailed
+from fp8_columns import RECIPES, K, N, assert_as_precise, folds, gated, large, spread, tails
 from fp8_kernels import running
 from fp8_products import decibels
 from torch.testing._internal.optests import opcheck
@@ -52,10 +35,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("change", KINDS)
-@pytest.mark.parametrize("normalization", NORMS)
-@pytest.mark.parametrize("is_tailed", [False, True])
-def test_precision(normalization: str, change: Any, is_tailed: bool) -> None:
+def cases() -> Iterator[Any]:
+    """Give changes, norms and rows; every other of these is slow, so that all pairs are tried."""
+    for case in itertools.product(enumerate(KINDS), enumerate(NORMS), (False, True)):
+        (i, change), (j, normalization), is_tailed = case
+        marks: Any = pytest.mark.slow if (i + j + is_tailed) % 2 else ()
+        yield pytest.param(change, normalization, is_tailed, marks=marks)
+
+
+@pytest.mark.parametrize(("change", "normalization", "is_tailed"), list(cases()))
+def test_precision(change: Any, normalization: str, is_tailed: bool) -> None:
     mlp = fn.freeze(gated(normalization, change, size=(1024, 2816)))
     # Of fewer rows, a few large ones would decide.
     assert_as_precise(mlp, tailed(1000, 1024) if is_tailed else matrix(1000, 1024))

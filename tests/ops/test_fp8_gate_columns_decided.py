@@ -8,24 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import (
-    BF16,
-    M,
-    frozen,
-    matrix,
-)
-from fp8_columns import (
-    LOST,
-    RECIPES,
-    K,
-    N,
-    exact,
-    folds,
-    gated,
-    large,
-    made_of,
-    spread,
-)
+from fp8_bounds import BF16, M, frozen, matrix
+from fp8_columns import LOST, RECIPES, K, N, exact, folds, gated, large, made_of, spread
 from fp8_products import LEAST, decibels
 from torch import Tensor, nn
 
@@ -170,9 +154,10 @@ class GatedBlock(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("fp8", RECIPES)
-def test_frozen_by_the_backend(bias: bool, fp8: str) -> None:
+@pytest.mark.parametrize(
+    ("fp8", "bias"), [*zip(RECIPES, (False, True, False), strict=True), (RECIPES[0], True)]
+)
+def test_frozen_by_the_backend(fp8: str, bias: bool) -> None:
     torch.manual_seed(0)
     model, x = GatedBlock(bias).to(BF16).eval(), matrix(130, 1024)
     for layer in (model.gate_proj, model.up_proj):

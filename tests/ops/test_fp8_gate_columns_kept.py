@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import (
-    BF16,
-    M,
-    matrix,
-)
-from fp8_columns import (
-    K,
-    N,
-    folds,
-    gated,
-    made_of,
-    spread,
-    without_columns,
-)
+from fp8_bounds import BF16, M, matrix
+from fp8_columns import K, N, folds, gated, made_of, spread, without_columns
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -33,9 +24,19 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 NAMES = ["layer_norm_weight", "layer_norm_bias", "fc1_bias", "fc1_weight", "fc2_weight"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ["unfreeze", "train", "load", "data", "again"])
-@pytest.mark.parametrize("offload", [False, True])
+WAYS = ["unfreeze", "train", "load", "data", "again"]
+
+
+def cases() -> Iterator[Any]:
+    """Give names, ways and whether values leave; every other of these is slow: pairs are tried."""
+    for (i, name), (j, way), offload in itertools.product(
+        enumerate(NAMES), enumerate(WAYS), (False, True)
+    ):
+        marks: Any = pytest.mark.slow if (i + j + offload) % 2 else ()
+        yield pytest.param(name, way, offload, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "way", "offload"), list(cases()))
 def test_nothing_is_stale(name: str, way: str, offload: bool) -> None:
     """Whatever ends freezing ends what was made, and new memory has none of it."""
     mlp, x = fn.freeze(gated("LayerNorm"), offload=offload), matrix(M, K)
