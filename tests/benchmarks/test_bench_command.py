@@ -60,15 +60,22 @@ def _cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_quick_run(tmp_path: Path) -> None:
-    """The whole command, as a user runs it: within a minute of 2 cores, and right."""
+@pytest.mark.parametrize(
+    "less",
+    [
+        ("--op", "layernorm_linear", "--seconds", "0.02"),
+        pytest.param((), marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_quick_run(less: tuple[str, ...], tmp_path: Path) -> None:
+    """The command as a user runs it: within a minute of 2 cores, and right."""
     path = tmp_path / "quick.json"
     # Kernels that are built first are no part of it.
     for dtype, name in itertools.product(command_line.QUICK_DTYPES, build.CPU_EXTENSIONS):
         build.load(build.Extension(name, dtype))
     start = _cpu_seconds_of_children()
     done = run_python(
-        *("-m", "benchmarks", "--quick", "--device", "cpu"),
+        *("-m", "benchmarks", "--quick", "--device", "cpu", *less),
         *("--json", str(path), "--csv", str(tmp_path / "quick.csv")),
         *("--plot", str(tmp_path / "plots"), "--interference"),
         timeout=300,
