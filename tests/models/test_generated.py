@@ -16,7 +16,7 @@ from fused_norm.models import Site, backend
 
 # Programs in each test.
 _BATCH = 50
-_IN_CI, _WITH_ALL = 300, 3000
+_IN_CI, _WITH_ALL = 150, 3150
 # Roundings, relative to a tensor's norm, that PyTorch makes where we make others.
 _FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 

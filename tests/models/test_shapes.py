@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,9 +44,17 @@ def sites_of(function: Callable[..., Any], *arguments: Any, dynamic: bool | None
     return sites
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("made", MADE)
+def cases() -> Iterator[Any]:
+    """Give what is made, views and whether sizes are dynamic; every other case is slow."""
+    for (i, made), (j, view), dynamic in itertools.product(
+        enumerate(MADE), enumerate(VIEWS), (False, True)
+    ):
+        marks: Any = pytest.mark.slow if (i + j + dynamic) % 2 else ()
+        name = f"{made}-{view}-{'dynamic' if dynamic else 'static'}"
+        yield pytest.param(made, view, dynamic, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("made", "view", "dynamic"), list(cases()))
 def test_made_like_a_view(made: str, view: str, dynamic: bool) -> None:
     """It took the shape of what is normalized, or the graph did not run at all."""
 

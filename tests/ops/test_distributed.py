@@ -28,6 +28,9 @@ SLOW = [
     or name.startswith(("AdaLN by place", "GELU"))
     or "rows of samples" in name
     or (name.startswith("FP8") and "; rowwise;" not in name and "accumulation" not in name)
+    or name.endswith(
+        ("; FSDP2; checkpoint", "; DDP; reentrant checkpoint", "rowwise; FSDP2; backend")
+    )
 ]
 
 

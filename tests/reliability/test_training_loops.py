@@ -181,7 +181,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(kind, loop, DTYPES[dtype], marks=marks, id=f"{kind}-{loop}-{dtype}")
 
 
-@pytest.mark.parametrize(("kind", "loop", "dtype"), cases())
+@pytest.mark.parametrize(("kind", "loop", "dtype"), list(cases()))
 def test_loop(kind: str, loop: str, dtype: torch.dtype, device: str) -> None:
     if (loop, dtype, device) == ("GradScaler", torch.bfloat16, "cuda"):
         pytest.skip("a GradScaler takes no gradients in bfloat16")
