@@ -286,7 +286,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_needs_a_quarter_of_the_memory(dtype: str) -> None:
-    program = _PEAK.format(M=1024, V=32000)
+    program = _PEAK.format(M=512, V=32000)
 
     def peak(which: str) -> int:
         command = [sys.executable, "-c", program, which, dtype]
