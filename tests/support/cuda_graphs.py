@@ -19,8 +19,8 @@ def replayed(
     Args:
         run: The call.
         x: The rows.
-        first: What precedes the graph on its stream, where a first call finds its kernels; None
-            for the call.
+        first: What precedes the graph on its stream, as a graph may not capture what loads kernels;
+            None for the call.
         times: How often the graph is replayed.
     """
     stream, held = torch.cuda.Stream(), torch.zeros_like(x)
