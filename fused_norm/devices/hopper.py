@@ -1,17 +1,10 @@
 """What a forward costs with each strategy on Hopper: a model of few terms, fitted to measurements.
 
-A forward of M rows, K features and N outputs takes, on the device,
-
-    a + b M K + c K N + d M N + e tiles + f rest
-
-microseconds: for its launches, the rows, the weight, the outputs, and for the tiles of the product,
-which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, for our tiles or for
-cuBLAS's. The rest is K for cuBLAS, whose sums may be split between several tiles, and for us M K N
-if K is not a multiple of 64: rows that start inside a cache line take longer to load. Up to 64 rows
-there are other kernels, whose last two terms are K and N. Launched, a forward takes at least the
-host's time. Costs are fitted like those of a CPU (costs.py). If the model would choose a strategy
-that was measured to be slower by more than 3 %, the measured size is an exception: sizes near it
-take the strategies that were fastest there.
+On the device, a forward takes the sum of the terms of op/norm_linear/sm90/terms.mojo, each times a
+cost: of its launches, rows, weight, outputs, and of its product by our tiles or by cuBLAS's. Up to
+64 rows there are other kernels, and other costs. Launched, a forward takes at least the host's
+time. At sizes near an exception, the strategies that were fastest there are taken; hopper_fit.py
+finds exceptions and costs.
 """
 
 from __future__ import annotations
@@ -24,24 +17,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read
+from fused_norm.devices.costs import check_costs, read
 
 # In the order of costs.mojo. Only bfloat16 is folded.
 STRATEGIES = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
 UNFOLDED = ("composed", "around")
 # The most rows that each set of costs is for: 64 is the limit of the kernel for few rows.
 ROWS = (64, math.inf)
-FITTED = ((1, 64), (65, math.inf))
-TERMS = 6
-# Elements of a cache line, and of a step of our product's sums.
-LINE = 64
+TERMS = 8
 # The choices, each among a dtype's strategies: launched, then in a graph, with folds kept and
 # without; then the product after a pass.
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
 CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
 DTYPES = ("bfloat16", "float16", "float32")
-# For M, K, N: the cycles of our product and of PyTorch's.
-Cycles = Callable[[int, int, int], tuple[int, int]]
+# For M, K, N: the terms with our product and with PyTorch's.
+Terms = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
 
 
 class GpuCall(NamedTuple):
@@ -64,17 +54,6 @@ class GpuCall(NamedTuple):
     graph: dict[str, float]
     launched: dict[str, float]
 
-    def terms(self, strategy: str, cycles: Cycles) -> tuple[float, ...]:
-        """Return the factors of a strategy's costs."""
-        M, K, N = self.M, self.K, self.N
-        common = (1.0, M * K, K * N, M * N)
-        if ROWS[0] >= M:
-            return *common, K, N
-        ours, others = cycles(M, K, N)
-        if strategy == "around":
-            return *common, others, K
-        return *common, ours, M * K * N if K % LINE else 0.0
-
     def taken(self, is_launched: bool) -> dict[str, float]:
         """Return the microseconds by strategy, launched or in a graph."""
         return self.launched if is_launched else self.graph
@@ -86,7 +65,7 @@ class Hopper(NamedTuple):
     Attributes:
         name: The kind.
         about: Where, with what and when it was measured.
-        costs: By "dtype strategy", for each of ROWS, the costs a to e.
+        costs: By "dtype strategy", for each of ROWS, the cost of each term.
         host: Microseconds that the host takes to launch a forward, by strategy.
         exceptions: [dtype, M, K, N, a strategy for each choice, the faster product], by STRATEGIES.
     """
@@ -97,18 +76,18 @@ class Hopper(NamedTuple):
     host: dict[str, float]
     exceptions: list[list[Any]]
 
-    def us(self, call: GpuCall, strategy: str, cycles: Cycles) -> float:
+    def us(self, call: GpuCall, strategy: str, terms: Terms) -> float:
         """Return the modeled time of a forward in a graph, infinity without such a strategy."""
         costs = self.costs.get(f"{call.dtype} {strategy}")
         if costs is None:
             return math.inf
-        place = next(i for i, most in enumerate(ROWS) if most >= call.M)
-        return sum(c * t for c, t in zip(costs[place], call.terms(strategy, cycles), strict=True))
+        found = terms_of(call, strategy, terms)
+        return sum(cost * term for cost, term in zip(costs[place(call)], found, strict=True))
 
-    def chosen(self, call: GpuCall, cycles: Cycles) -> list[str]:
+    def chosen(self, call: GpuCall, terms: Terms) -> list[str]:
         """Return the strategy of each choice by the model, and the faster product after a pass."""
-        us = {strategy: self.us(call, strategy, cycles) for strategy in STRATEGIES}
-        return [min(strategies, key=us.__getitem__) for strategies, us in _choices(us, self.host)]
+        us = {strategy: self.us(call, strategy, terms) for strategy in STRATEGIES}
+        return [min(strategies, key=us.__getitem__) for strategies, us in choices(us, self.host)]
 
     def as_array(self, dtype: str) -> array[float]:
         """Return what kernels read for a dtype, empty if nothing was measured.
@@ -154,50 +133,17 @@ def _check(device: Hopper) -> None:
             raise ValueError("an exception has no strategy")
 
 
-def fit(
-    name: str,
-    about: dict[str, Any],
-    calls: Sequence[GpuCall],
-    cycles: Cycles,
-    host: dict[str, float] | None = None,
-) -> Hopper:
-    """Return a device fitted to measurements.
-
-    Args:
-        name: Its kind.
-        about: Where, with what and when it was measured.
-        calls: The measurements.
-        cycles: Cycles of the products' tiles.
-        host: Microseconds that the host takes, by strategy; None for the least that was measured.
-    """
-    costs = {}
-    for dtype, strategy in itertools.product(DTYPES, STRATEGIES):
-        members = [c for c in calls if c.dtype == dtype and strategy in c.graph]
-        parts = [[c for c in members if lo <= c.M <= hi] for lo, hi in FITTED]
-        if all(parts):
-            costs[f"{dtype} {strategy}"] = [
-                fitted([c.terms(strategy, cycles) for c in part], [c.graph[strategy] for c in part])
-                for part in parts
-            ]
-    if host is None:
-        launched = {
-            strategy: [c.launched[strategy] for c in calls if strategy in c.launched]
-            for strategy in STRATEGIES
-        }
-        host = {strategy: min(each) for strategy, each in launched.items()}
-    device = Hopper(name, about, costs, host, [])
-    for call in calls:
-        chosen = device.chosen(call, cycles)
-        best = [
-            min(strategies, key=us.__getitem__) for strategies, us in _choices(call.graph, host)
-        ]
-        pairs = zip(chosen, best, _choices(call.graph, host), strict=True)
-        if any(us[ours] > (1 + TOLERATED) * us[theirs] for ours, theirs, (_, us) in pairs):
-            device.exceptions.append([call.dtype, call.M, call.K, call.N, *best])
-    return device
+def place(call: GpuCall) -> int:
+    """Return which of ROWS a call's are."""
+    return next(place for place, most in enumerate(ROWS) if most >= call.M)
 
 
-def _choices(
+def terms_of(call: GpuCall, strategy: str, terms: Terms) -> Sequence[int]:
+    """Return the terms of a forward with a strategy."""
+    return terms(call.M, call.K, call.N)[strategy == "around"]
+
+
+def choices(
     us: dict[str, float], host: dict[str, float]
 ) -> list[tuple[list[str], dict[str, float]]]:
     """Return the strategies of each choice, and the microseconds of each.

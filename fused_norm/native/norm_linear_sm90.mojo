@@ -40,7 +40,7 @@ from op.norm_linear.sm90.grouped_backward import (
     plan_input_gradients,
     plan_passed_rows,
 )
-from op.norm_linear.sm90.costs import cycles
+from op.norm_linear.sm90.terms import term
 from op.norms.layer_norm import LayerNorm
 from op.norms.norm import Norm
 from op.norms.rms_norm import RmsNorm
@@ -228,9 +228,12 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             docstring="use_costs(launcher, address of costs) -> 0",
         )
         builder.def_py_c_function(
-            cycles,
-            "cycles",
-            docstring="cycles(M, K, N, SMs, whose) -> the model's: 0 for ours, 1 for PyTorch's",
+            term,
+            "term",
+            docstring=(
+                "term(M, K, N, SMs, whose, place) -> the model's: 0 for ours, 1"
+                " for PyTorch's"
+            ),
         )
         add_pass[
             _plan_forward, "plan_forward", "writes strategy, workspace_bytes"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fused_norm.chain import kernels, library
-from fused_norm.devices import choice, costs, hopper
+from fused_norm.devices import choice, costs, hopper_fit
 from fused_norm.devices.costs import DIRECTIONS, Device, Measured
 from fused_norm.devices.hopper import GpuCall, Hopper
 from fused_norm.devices.machine import cpu_kind, hopper_kind
@@ -97,7 +97,7 @@ def _of_gpu(wanted: list[Size], seconds: float) -> Hopper:
 
     found = _within(seconds, wanted, draw_for_gpu(10_000, SEED), all_strategies)
     about = _about(len(found)) | {"gpu": torch.cuda.get_device_name(device)}
-    return hopper.fit(hopper_kind(device), about, found, gpu.tile_cycles(device))
+    return hopper_fit.fit(hopper_kind(device), about, found, gpu.model_terms(device))
 
 
 Call = TypeVar("Call")

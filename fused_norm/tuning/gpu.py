@@ -23,7 +23,7 @@ import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels, library
 from fused_norm.devices import hopper
-from fused_norm.devices.hopper import Cycles, GpuCall
+from fused_norm.devices.hopper import GpuCall, Terms
 from fused_norm.freeze import freeze_parameters
 from fused_norm.native import build
 from fused_norm.ops.operands import at_every_size
@@ -239,14 +239,17 @@ def _launched(
     return (time.perf_counter() - start) * 1e6 / count
 
 
-def tile_cycles(device: int) -> Cycles:
-    """Return a function that counts the cycles of products on Hopper, by the kernels' model."""
+def model_terms(device: int) -> Terms:
+    """Return a function that finds the terms of a forward on Hopper, by the kernels' model."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     module = build.load(kernels.hopper_extension(torch.bfloat16, 0))
 
     @functools.cache
-    def cycles(M: int, K: int, N: int) -> tuple[int, int]:
-        ours, others = (module.cycles(M, K, N, processors, whose) for whose in (0, 1))
+    def terms(M: int, K: int, N: int) -> tuple[list[int], list[int]]:
+        ours, others = (
+            [module.term(M, K, N, processors, whose, i) for i in range(hopper.TERMS)]
+            for whose in (0, 1)
+        )
         return ours, others
 
-    return cycles
+    return terms

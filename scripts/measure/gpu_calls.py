@@ -23,8 +23,8 @@ import torch
 from mojo_program import printed
 
 from benchmarks import document, environment
-from fused_norm.devices import choice, costs, hopper
-from fused_norm.devices.hopper import Cycles, GpuCall, Hopper
+from fused_norm.devices import choice, costs, hopper, hopper_fit
+from fused_norm.devices.hopper import GpuCall, Hopper, Terms
 from fused_norm.devices.machine import hopper_kind
 from fused_norm.tuning import gpu
 from fused_norm.tuning.sizes import DTYPES, SEED, Size, draw_for_gpu
@@ -37,8 +37,6 @@ WEIGHTS = (
     *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),
     *((2048, 2048), (1024, 4096), (1280, 5120)),
 )
-# Microseconds that a call takes of the host with the C++ node, by strategy (docs/hopper-log.md).
-HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "around": 22.0}
 # The kind that was measured in every dtype.
 LIKE = "nvidia-h100"
 # How many random ones there are of each dtype.
@@ -63,7 +61,7 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="only fit again")
     options = parser.parse_args()
     if options.fit:
-        save_fitted(RESULTS, cycles_of)
+        save_fitted(RESULTS, terms_of)
         return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (
         9,
@@ -90,18 +88,18 @@ def main() -> int:
     name = f"gpu-calls-{hopper_kind(0)}.json"
     before = {} if options.sizes is None else json.loads((RESULTS / name).read_text())
     write(options.out / name, options.commit, calls, before)
-    save_fitted(options.out, lambda _: gpu.tile_cycles(0))
+    save_fitted(options.out, lambda _: gpu.model_terms(0))
     return 0
 
 
-def save_fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> None:
+def save_fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Terms]) -> None:
     """Write what is fitted to a folder's measurements where the library reads it."""
     for kind, device in fitted(folder, counted).items():
         costs.save(device, choice.SHIPPED / f"{kind}.json")
         print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
 
 
-def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict[str, Hopper]:
+def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Terms]) -> dict[str, Hopper]:
     """Return the devices of all kinds by a folder of measurements."""
     found = {}
     for path in sorted(folder.glob("gpu-calls-*.json")):
@@ -109,13 +107,14 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict
         content = json.loads(path.read_text())
         calls = [GpuCall(*each) for each in content["calls"]]
         env = content["environment"]
+        added = [each["environment"]["date"] for each in content.get("added", [])]
         about = {
-            "measured": env["date"],
+            "measured": ", ".join([env["date"], *added]),
             "gpu": env["gpu"],
             "driver": env["driver"],
         }
         about |= {"torch": env["torch"], "calls": len(calls)}
-        found[kind] = hopper.fit(kind, about, calls, counted(calls), HOST)
+        found[kind] = hopper_fit.fit(kind, about, calls, counted(calls))
     like = found.get(LIKE)
     if like is None:
         return found
@@ -129,12 +128,15 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict
     return found
 
 
-def cycles_of(calls: Sequence[GpuCall]) -> Cycles:
-    """Return the cycles of products on a whole Hopper, by the kernels' own model."""
+def terms_of(calls: Sequence[GpuCall]) -> Terms:
+    """Return the terms of forwards on a whole Hopper, by the kernels' own model."""
     sizes = [(call.M, call.K, call.N) for call in calls]
     numbers = itertools.chain.from_iterable(sizes)
-    lines = [line.split() for line in printed("scripts/measure/sm90_cycles.mojo", numbers)]
-    found = {size: (int(a), int(b)) for size, (a, b) in zip(sizes, lines, strict=True)}
+    lines = printed("scripts/measure/sm90_terms.mojo", numbers)
+    rows = [list(map(int, line.split())) for line in lines]
+    found = {
+        size: (r[: hopper.TERMS], r[hopper.TERMS :]) for size, r in zip(sizes, rows, strict=True)
+    }
     return lambda M, K, N: found[M, K, N]
 
 

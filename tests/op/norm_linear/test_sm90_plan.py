@@ -50,14 +50,14 @@ def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -
     files = h100_costs(tmp_path, "bfloat16", "float16", "float32")
     cases = [(*size, *flags) for size, flags in product(SIZES, product((0, 1), repeat=2))]
     calls = {size: GpuCall("bfloat16", *size, {}, {}) for size in SIZES}
-    cycles = gpu_calls.cycles_of(list(calls.values()))
+    terms = gpu_calls.terms_of(list(calls.values()))
     seen = Counter[int]()
     for case, found in zip(cases, planned(files, cases), strict=True):
         *size, in_graph, may_keep = case
         strategies: list[list[int]] = []
         for dtype in ("bfloat16", "float16", "float32"):
             call = calls[tuple(size)]._replace(dtype=dtype)
-            chosen = nearest(device, call) or device.chosen(call, cycles)
+            chosen = nearest(device, call) or device.chosen(call, terms)
             strategies.append([hopper.STRATEGIES[strategy] for strategy in chosen])
         kept, anew = (strategies[0][2 * in_graph + (not keeps)] for keeps in (True, False))
         rows, features, outputs = size
@@ -86,12 +86,12 @@ def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -
 
 def nearest(device: hopper.Hopper, call: GpuCall) -> list[str] | None:
     """Return the strategies of the nearest exception whose sizes are alike."""
-    found, least = None, 1.5**3
+    found, least = None, 1.05**3
     for dtype, *sizes, a, b, c, d, e in device.exceptions:
         if dtype != call.dtype:
             continue
         ratios = [max(x / y, y / x) for x, y in zip(sizes, call[1:4], strict=True)]
-        if max(ratios) <= 1.5 and math.prod(ratios) < least:
+        if max(ratios) <= 1.05 and math.prod(ratios) < least:
             found, least = [a, b, c, d, e], math.prod(ratios)
     return found
 
