@@ -90,8 +90,17 @@ def test_sum_alone_is_passed_on() -> None:
     assert all(torch.equal(g, grad) for g in found)
 
 
+# What the pass makes of a graph is the same by Python, of which one model is enough.
+@pytest.mark.parametrize(
+    ("chain", "name"),
+    [
+        *(("node", name) for name in ("q, k, v", "one", "MLP")),
+        ("python", "one"),
+        *(pytest.param("python", n, marks=pytest.mark.slow) for n in ("q, k, v", "MLP")),
+    ],
+    indirect=["chain"],
+)
 @pytest.mark.usefixtures("chain")
-@pytest.mark.parametrize("name", ["q, k, v", "one", "MLP"])
 def test_whole_model(name: str) -> None:
     """A model that is fused leaves None what it leaves None compiled by itself.
 
