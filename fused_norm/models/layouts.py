@@ -22,6 +22,7 @@ from fused_norm.models.calls import CALLS, Left
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above
+from fused_norm.models.laid_out import lay_out, memory_order
 from fused_norm.models.values import (
     are_same,
     dtype,
@@ -32,7 +33,6 @@ from fused_norm.models.values import (
     shape,
     value,
 )
-from fused_norm.ops.operands import hint
 
 Emit = Callable[..., Node]
 
@@ -64,24 +64,27 @@ def fitted(old: Node, new: Node, emit: Emit) -> Node:
 
 def _laid_out(rows: Node, like: Tensor, emit: Emit) -> Node:
     """Return a copy of rows whose dimensions have the memory order of another tensor's."""
-    strides = like.stride()
-    order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
-    laid = emit(torch.permute, rows, order)
-    laid = emit(torch.clone, laid, memory_format=torch.contiguous_format)
-    laid = emit(torch.permute, laid, [order.index(dim) for dim in range(len(order))])
+    order = memory_order(like)
+    if like.requires_grad:
+        laid = emit(lay_out, rows, order)
+    else:
+        # An exported graph calls PyTorch's functions alone.
+        laid = emit(torch.permute, rows, order)
+        laid = emit(torch.clone, laid, memory_format=torch.contiguous_format)
+        laid = emit(torch.permute, laid, [order.index(dim) for dim in range(len(order))])
     if not have_same_strides(like, value(laid)):
-        raise Left(f"would lie in memory as {value(laid).stride()}, not {strides}")
+        raise Left(f"would lie in memory as {value(laid).stride()}, not {like.stride()}")
     return laid
 
 
 def _rows_of_laid(node: Node) -> Node | None:
     """Return the rows that `_laid_out` copied to a node, None for other nodes."""
-    chain = [node]
-    for target in (torch.permute, torch.clone, torch.permute):
-        if chain[-1].target is not target or not isinstance(chain[-1].args[0], Node):
+    targets = (lay_out,) if node.target is lay_out else (torch.permute, torch.clone, torch.permute)
+    rows = node
+    for target in targets:
+        if rows.target is not target or not isinstance(rows.args[0], Node):
             return None
-        chain.append(chain[-1].args[0])
-    rows = chain[-1]
+        rows = rows.args[0]
     is_call = rows.target is operator.getitem and rows.all_input_nodes[0].target in CALLS
     return rows if is_call and are_same(tuple(shape(node)), tuple(shape(rows))) else None
 
@@ -98,9 +101,7 @@ def _take_value(new: Node, old: Node) -> None:
 
 
 def keep_dense(emitter: Emitter) -> None:
-    """Let the calls of a graph pass rows to each other in dense memory.
-
-    Rows that require a gradient keep their layout: the gradient's would differ from the model's.
+    """Let the calls of a graph pass rows to each other in dense memory, and their gradients.
 
     Args:
         emitter: Adds nodes to the graph, with calls of the op family in it.
@@ -116,14 +117,20 @@ def keep_dense(emitter: Emitter) -> None:
     for call in calls:
         results = [node for node in _results(call) if is_turned(node)]
         turned = _turned(call, emitter.flow)
-        # A call copies its operand anyway: a separate copy pays if another reader shares it.
+        # A call copies its operand anyway: a separate copy pays if another reader shares it, or if
+        # a gradient comes back, whose layout is the operand's then.
         if not results:
-            turned = [t for t in turned if (r := above(t, casts=False)) in copies or readers[r] > 1]
+            turned = [
+                t
+                for t in turned
+                if (r := above(t, casts=False)) in copies
+                or readers[r] > 1
+                or value(r).requires_grad
+            ]
         for node in turned:
             rows = above(node, casts=False)
             if rows not in copies:
-                with graph.inserting_before(call):
-                    copies[rows] = emitter.emit(call, "contiguous", rows)
+                copies[rows] = _dense(rows, call, emitter)
             call.replace_input_with(node, copies[rows])
         if turned or not moved.isdisjoint(_rows(call)):
             before = [(node, dict(node.meta)) for node in results]
@@ -136,10 +143,16 @@ def keep_dense(emitter: Emitter) -> None:
         _erase_unread(node, laid[node])
 
 
+def _dense(rows: Node, call: Node, emitter: Emitter) -> Node:
+    with emitter.graph.inserting_before(call):
+        # What reads the gradient of a graph's input wants it dense.
+        if value(rows).requires_grad and rows.op != "placeholder":
+            return emitter.emit(call, lay_out, rows, list(range(value(rows).dim())))
+        return emitter.emit(call, "contiguous", rows)
+
+
 def _turned(call: Node, flow: Flow) -> list[Node]:
     """Return the operands of a call that are not dense and that nothing writes."""
-    if any(value(node).requires_grad for node in _results(call)):
-        return []
     found = [(node, above(node, casts=False)) for node in _rows(call) if is_turned(node)]
     return [node for node, rows in found if not flow.is_written([node, rows], rows)]
 
