@@ -143,6 +143,22 @@ inline Tensor linear_add(
   return y;
 }
 
+// A gradient of 16 bits and N columns whose rows start at multiples of 16 bytes: a GPU's products
+// load others element by element, at a sixth of the speed (GPT-2's 50,257 tokens). Small products
+// do without the copy.
+inline Tensor with_aligned_pitch(const Tensor& dy, int64_t K) {
+  constexpr int64_t ELEMENTS = 8, FEWEST_PRODUCTS = int64_t{1} << 30;
+  const auto N = dy.size(1);
+  if (dy.is_cpu() || dy.element_size() != 2 || !dy.is_contiguous() || N % ELEMENTS == 0 ||
+      dy.size(0) * N * K < FEWEST_PRODUCTS) {
+    return dy;
+  }
+  const auto pitch = (N + ELEMENTS - 1) / ELEMENTS * ELEMENTS;
+  const auto padded = empty(Shape{dy.size(0), pitch}, dy).narrowed(0, N);
+  copy(padded, dy);
+  return padded;
+}
+
 // dy weight, of matrices.
 inline Tensor input_gradient(
     const Tensor& dy, const Tensor& weight, bool invariant, const Kernels& kernels) {
