@@ -66,6 +66,8 @@ Step = Callable[[], list[Tensor]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the files, and return 1 if something was wrong or failed."""
     options = _parser().parse_args(arguments)
+    # Of one function for all providers: layers that share theirs would run uncompiled in the last.
+    torch._dynamo.config.recompile_limit = 64
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     run: dict[str, Any] = {"measurements": []}
     if options.json.exists() and (options.resume or options.only_show):
