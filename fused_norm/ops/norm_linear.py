@@ -158,6 +158,9 @@ def _computed(
                 "batch_invariant() has no derivatives of gradients, nor many at once"
             )
         return composition.gradients(spec, t, grad_outputs, wanted)
+    if is_compiling():
+        # Inductor writes them so; the op would copy others alone.
+        grad_outputs = [g if g is None else g.contiguous() for g in grad_outputs]
     if not is_watched():
         t, grad_outputs = unflat(in_memory(tensors)), in_memory(grad_outputs)
     arguments = (*t, *spec, list(products), list(grad_outputs), ops.places_of(wanted))

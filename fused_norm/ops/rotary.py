@@ -114,7 +114,9 @@ class RotaryFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or is_forward_mode():
             dx, dgamma = _gradients(grad_output, t, rotation, wants_gamma)
         else:
-            dx, dgamma = _backward_op(grad_output, *t, *rotation, wants_gamma)
+            # Here, so that Inductor writes it so, where the op would copy it alone: the sum over a
+            # group of heads that share keys is laid out by heads.
+            dx, dgamma = _backward_op(grad_output.contiguous(), *t, *rotation, wants_gamma)
         return (dx if wants_x else None, dgamma if wants_gamma else None, *rest)
 
 
