@@ -162,11 +162,11 @@ class Backward {
     }
   }
 
-  // The gradient of a product for PyTorch's, with rows that its kernels load fast.
-  const Tensor& aligned_gradient(size_t i) const {
-    aligned_.resize(dhs_.size());
-    if (!aligned_[i].defined()) aligned_[i] = with_aligned_pitch(dhs_[i], extent_.K);
-    return aligned_[i];
+  // The gradient of a product, for PyTorch's products.
+  const Tensor& whole_gradient(size_t i) const {
+    whole_.resize(dhs_.size());
+    if (!whole_[i].defined()) whole_[i] = with_whole_columns(dhs_[i], t_.weight(i));
+    return whole_[i];
   }
 
   // A gradient's place, its address in a record, and the tensor that it is shaped like.
@@ -291,7 +291,7 @@ class Backward {
         found(NAMED + i) = dhs_[i];
         result_.z = z;
       } else {
-        found(NAMED + i) = weight_gradient_by_pytorch(aligned_gradient(i), z, t_.weight(i));
+        found(NAMED + i) = weight_gradient_by_pytorch(whole_gradient(i), z, t_.weight(i));
       }
     }
   }
@@ -329,7 +329,8 @@ class Backward {
     }
     for (size_t i = 0; i < t_.count(); ++i) {
       if (!dhs_[i].defined()) continue;
-      const Tensor &dh = spec_.invariant ? dhs_[i] : aligned_gradient(i), &weight = t_.weight(i);
+      const Tensor& dh = spec_.invariant ? dhs_[i] : whole_gradient(i);
+      const Tensor weight = with_whole_rows(t_.weight(i), dh.size(1));
       if (t_.is_narrow() || spec_.invariant || !dz.defined()) {
         auto product = t_.is_narrow() && !spec_.invariant
             ? widened_product(dh, weight, t_[X].dtype())
@@ -393,7 +394,7 @@ class Backward {
   const Kernels& kernels_;
   Gradients result_;
   Tensors das_, dhs_, dbiases_;
-  mutable Tensors aligned_;
+  mutable Tensors whole_;
   Tensor dsum_, dnorm_, a_;
   bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false;
 };

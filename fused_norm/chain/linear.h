@@ -143,20 +143,32 @@ inline Tensor linear_add(
   return y;
 }
 
-// A gradient of 16 bits and N columns whose rows start at multiples of 16 bytes: a GPU's products
-// load others element by element, at a sixth of the speed (GPT-2's 50,257 tokens). Small products
-// do without the copy.
-inline Tensor with_aligned_pitch(const Tensor& dy, int64_t K) {
+// A gradient for PyTorch's products of a weight [N, K]: with columns of zeros up to a multiple of 16
+// bytes, without which a GPU's products load rows element by element, at a sixth of the speed (GPT-2's
+// 50,257 tokens). Small products do without the copy.
+inline Tensor with_whole_columns(const Tensor& dy, const Tensor& weight) {
   constexpr int64_t ELEMENTS = 8, FEWEST_PRODUCTS = int64_t{1} << 30;
-  const auto N = dy.size(1);
-  if (dy.is_cpu() || dy.element_size() != 2 || !dy.is_contiguous() || N % ELEMENTS == 0 ||
-      dy.size(0) * N * K < FEWEST_PRODUCTS) {
+  const auto M = dy.size(0), N = dy.size(1);
+  if (dy.is_cpu() || dy.element_size() != 2 || !weight.is_contiguous() || N % ELEMENTS == 0 ||
+      M * N * weight.size(1) < FEWEST_PRODUCTS) {
     return dy;
   }
-  const auto pitch = (N + ELEMENTS - 1) / ELEMENTS * ELEMENTS;
-  const auto padded = empty(Shape{dy.size(0), pitch}, dy).narrowed(0, N);
-  copy(padded, dy);
-  return padded;
+  const auto whole = empty(Shape{M, (N + ELEMENTS - 1) / ELEMENTS * ELEMENTS}, dy);
+  copy(whole.narrowed(0, N), dy);
+  check(aoti_torch_zero_(whole.narrowed(N, whole.size(1) - N).get()), "zero_");
+  return whole;
+}
+
+// A weight with as many rows as its gradient has columns, the last of them zeros.
+inline Tensor with_whole_rows(const Tensor& weight, int64_t rows) {
+  const auto N = weight.size(0), K = weight.size(1);
+  if (rows == N) return weight;
+  const auto whole = empty(Shape{rows, K}, weight);
+  const Shape strides{K, 1};
+  copy(whole.viewed(weight.sizes(), strides), weight);
+  const auto rest = whole.viewed(Shape{rows - N, K}, strides, N * K);
+  check(aoti_torch_zero_(rest.get()), "zero_");
+  return whole;
 }
 
 // dy weight, of matrices.
@@ -207,7 +219,8 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
   return dweight;
 }
 
-// dy^T z with PyTorch's product, laid out like the weight: autograd would copy another layout.
+// dy^T z with PyTorch's product, laid out like the weight: autograd would copy another layout. dy may
+// have more columns than the weight has rows.
 inline Tensor weight_gradient_by_pytorch(
     const Tensor& dy, const Tensor& z, const Tensor& weight) {
   if (is_transposed(weight)) {
@@ -215,9 +228,9 @@ inline Tensor weight_gradient_by_pytorch(
     mm(dweight, z.transposed(), dy);
     return dweight.transposed();
   }
-  const auto dweight = empty(weight.sizes(), weight);
+  const auto dweight = empty(Shape{dy.size(1), weight.size(1)}, weight);
   mm(dweight, dy.transposed(), z);
-  return dweight;
+  return dy.size(1) == weight.size(0) ? dweight : dweight.viewed(weight.sizes(), weight.strides());
 }
 
 // The sum of the rows of a dense matrix.

@@ -1,4 +1,4 @@
-"""Gradients whose rows start at odd addresses, as of a vocabulary of 50,257 tokens."""
+"""Gradients with an odd number of columns, as of a vocabulary of 50,257 tokens."""
 
 from __future__ import annotations
 
