@@ -19,7 +19,7 @@ from fused_norm.models.emit import Emitter
 from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
-from fused_norm.models.layouts import come_turned, keep_dense
+from fused_norm.models.layouts import keep_dense
 from fused_norm.models.masks import drop_idle_masks
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
@@ -151,7 +151,7 @@ def fuse_graph(
     sums = {
         s.total
         for s in find_sums(emitter.flow, functools.partial(_adds, options, precision))
-        if s.product.node not in layers and not _would_copy(s.residual, options)
+        if s.product.node not in layers
     }
     rewriter = Rewriter(
         emitter,
@@ -281,22 +281,9 @@ def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: b
     instructions = left_to_pytorch(x.dtype) if x.device.type == "cpu" else None
     if instructions and not is_batch_invariant():
         return f"PyTorch's products of bfloat16 use {instructions} here, and ours do not"
-    if _would_copy(norm.x, options):
-        return "its rows are transposed in memory, and training would copy them"
     if options.small or is_busy or not _is_small(norm, readers):
         return ""
     return "PyTorch's ops are faster for a call this small"
-
-
-def _would_copy(rows: Node, options: Options) -> bool:
-    """Return whether calls before Inductor would copy rows in and out, which its loops need not.
-
-    In inference `keep_dense` avoids such copies; in training it may not change gradients' layouts.
-    Inductor lays out what a graph computes as its calls read it, so only rows that enter the graph
-    are copied: fused, Whisper's training, with a graph for each layer, took 1.07 of its time on an
-    H100, and SigLIP's, with one graph after a convolution, 0.95 on an H200.
-    """
-    return options.small is False and torch.is_grad_enabled() and come_turned(rows)
 
 
 def _is_small(norm: Norm, readers: Readers) -> bool:

@@ -194,23 +194,6 @@ def is_turned(node: Node) -> bool:
     return not (are_same(rows.shape[-1], 1) or are_same(rows.stride(-1), 1))
 
 
-def come_turned(node: Node) -> bool:
-    """Return whether rows have the layout of a graph input that is not dense.
-
-    Args:
-        node: A node.
-    """
-    ahead, seen = [node], set[Node]()
-    while ahead:
-        source = ahead.pop()
-        if source not in seen and is_tensor(source) and is_turned(source):
-            if source.op == "placeholder":
-                return True
-            seen.add(source)
-            ahead += source.all_input_nodes
-    return False
-
-
 def _items(call: Node) -> Iterator[Node]:
     for user in call.users:
         if user.target is operator.getitem and user.args[0] is call:
