@@ -35,9 +35,10 @@ def test_gradients(dtype: torch.dtype, transposed: bool, counts: tuple[int, ...]
     tensors = [x, gamma, *weights, *biases]
     dys = [torch.randn(M, N, device="cuda", dtype=dtype) for N in counts]
 
+    y = fn.norm_linear(x, tuple(weights), tuple(biases), norm_weight=gamma, norm_bias=None)
+
     def backward() -> tuple[Tensor, ...]:
-        ys = fn.norm_linear(x, tuple(weights), tuple(biases), norm_weight=gamma, norm_bias=None)
-        return torch.autograd.grad(ys, tensors, dys)
+        return torch.autograd.grad(y, tensors, dys, retain_graph=True)
 
     found = backward()
     exact = [t.detach().double().requires_grad_() for t in tensors]
