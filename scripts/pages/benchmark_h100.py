@@ -189,7 +189,7 @@ def regret(paths: dict[str, str]) -> list[str]:
         f"{e['commit']}"
         for name, e in ((name, run["environment"]) for name, run in runs.items())
     )
-    by = ", with `--training` for the second" if "training" in paths else ""
+    by = ", with `--training` for the last" if "training" in paths else ""
     return [
         "## Choices at sizes drawn at random\n",
         f"{machines}. Made by `poe bench --regret --device cuda`{by}: LayerNorm and a product, the "

@@ -87,7 +87,13 @@ def _h200() -> list[str]:
         *benchmark_tables.dtypes(
             ROOT / front_table.FAMILY_DTYPES, "Each op in float16 and float32"
         ),
-        *benchmark_h100.regret({"forward": f"{RESULTS}/gpu-regret-nvidia-h200.json"}),
+        *benchmark_h100.regret(
+            {
+                "forward": f"{RESULTS}/gpu-regret-nvidia-h200.json",
+                "forward, seed 4177": f"{RESULTS}/gpu-regret-nvidia-h200-seed-4177.json",
+                "training": f"{RESULTS}/gpu-regret-training-nvidia-h200.json",
+            }
+        ),
     ]
 
 

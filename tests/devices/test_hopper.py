@@ -101,7 +101,7 @@ def test_model_is_near_what_was_measured(path: Path, gpu_calls: ModuleType) -> N
 def test_model_chooses_well_at_sizes_it_was_not_fitted_to(
     path: Path, gpu_calls: ModuleType
 ) -> None:
-    kind = path.stem.removeprefix("gpu-regret-")
+    kind = path.stem.removeprefix("gpu-regret-").partition("-seed-")[0]
     fitted_to = {call[:4] for call in calls_of(path.with_name(f"gpu-calls-{kind}.json"))}
     calls = [call for call in calls_of(path) if call[:4] not in fitted_to]
     terms = gpu_calls.terms_of(calls)
