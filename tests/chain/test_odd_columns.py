@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ON_HOPPER
 from launches import names
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def leaves(N: int, dtype: torch.dtype, transposed: bool) -> list[Tensor]:
     return [t.requires_grad_() for t in made]
 
 
+@ON_HOPPER
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
