@@ -33,6 +33,7 @@ from fused_norm.models.values import (
     shape,
     value,
 )
+from fused_norm.ops.operands import hint
 
 Emit = Callable[..., Node]
 
@@ -145,8 +146,10 @@ def keep_dense(emitter: Emitter) -> None:
 
 def _dense(rows: Node, call: Node, emitter: Emitter) -> Node:
     with emitter.graph.inserting_before(call):
-        # What reads the gradient of a graph's input wants it dense.
-        if value(rows).requires_grad and rows.op != "placeholder":
+        # What reads the gradient of a graph's input wants it dense, except for one sample:
+        # PyTorch's BatchNorm goes wrong where its layout is not that of the result.
+        is_laid = rows.op != "placeholder" or hint(shape(rows)[0]) == 1
+        if value(rows).requires_grad and is_laid:
             return emitter.emit(call, lay_out, rows, list(range(value(rows).dim())))
         return emitter.emit(call, "contiguous", rows)
 

@@ -217,3 +217,26 @@ def test_a_sum_lies_as_pytorchs_own_does(head: Callable[[torch.Tensor], torch.Te
     assert results[1].stride() == results[0].stride()
     for (name, a), b in zip(own.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-3, msg=name)
+
+
+# Dynamo asks each input for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("then", ["eager", "aot_eager"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_gradients_of_rows_that_another_graph_normalizes(then: str, samples: int) -> None:
+    """PyTorch's BatchNorm goes wrong for one sample if the gradient has another layout."""
+    torch.compiler.reset()
+    own = Sum()
+    ours = copy.deepcopy(own)
+    x = torch.randn(samples, 32, 14, 14)
+
+    def behind(model: Sum, rows: Tensor) -> Tensor:
+        return rows + model.fc2(F.gelu(model.fc1(model.norm(rows))))
+
+    options = {"then": then, "small": True}
+    compiled = torch.compile(behind, backend=backend, options=options)
+    for model, function in ((own, behind), (ours, compiled)):
+        rows = model.bn(x).reshape(samples, 32, 196).transpose(1, 2)
+        function(model, rows).square().sum().backward()
+    for (name, a), b in zip(own.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-3, msg=name)
