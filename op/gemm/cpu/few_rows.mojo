@@ -23,9 +23,9 @@ comptime _FLUSHES = 0x8040
 
 def _most[dtype: DType]() -> Int:
     """Counts the rows: with more, arithmetic takes longer than reading the weight, and packing it saves some."""
-    # With as few registers as others have, a square leaves no room for sums.
-    if not CompilationTarget.has_avx512f():
-        return 0
+    comptime if not CompilationTarget.has_avx512f():
+        # Measured with AVX2: a square's registers that have to wait in memory cost less than packing.
+        return 8 if CompilationTarget.has_avx2() else 0
     return 2 if Blocking[dtype].has_tiles else 8 if size_of[dtype]() > 2 else 6
 
 

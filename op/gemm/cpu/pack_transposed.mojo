@@ -12,7 +12,7 @@ from .memory import Buffer, Matrix, load_first, prefetch_for_read
 def transpose[
     dtype: DType, width: Int, //
 ](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements.
+    """Transposes a square of registers.
 
     Parameters:
         dtype: Element type.
@@ -21,6 +21,17 @@ def transpose[
     Args:
         rows: The registers.
     """
+    comptime if width == 8:
+        _transpose_halves(rows)
+    else:
+        _shuffle(rows)
+
+
+@always_inline
+def _shuffle[
+    dtype: DType, width: Int, //
+](mut rows: Array[SIMD[dtype, width], width]):
+    """Transposes a square by perfect shuffles of all its elements."""
     comptime for _ in range(_log2(width)):
         var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
         comptime for i in range(width // 2):
@@ -28,6 +39,30 @@ def transpose[
             shuffled[2 * i] = mixed.slice[width]()
             shuffled[2 * i + 1] = mixed.slice[width, offset=width]()
         rows = shuffled^
+
+
+@always_inline
+def _transpose_halves[
+    dtype: DType, width: Int, //
+](mut rows: Array[SIMD[dtype, width], width]):
+    """Transposes a square of 8: AVX shuffles within the halves of a register by one instruction, across them by two.
+
+    First the squares of 4 in each half are transposed, then halves change places.
+    """
+    comptime for _ in range(2):
+        var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
+        comptime for i in range(4):
+            # The rows 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+            comptime first = i // 2 * 4 + i % 2
+            comptime to = i // 2 * 4 + i % 2 * 2
+            ref a, b = rows[first], rows[first + 2]
+            shuffled[to] = a.shuffle[0, 8, 1, 9, 4, 12, 5, 13](b)
+            shuffled[to + 1] = a.shuffle[2, 10, 3, 11, 6, 14, 7, 15](b)
+        rows = shuffled^
+    comptime for i in range(4):
+        var a, b = rows[i], rows[i + 4]
+        rows[i] = a.shuffle[0, 1, 2, 3, 8, 9, 10, 11](b)
+        rows[i + 4] = a.shuffle[4, 5, 6, 7, 12, 13, 14, 15](b)
 
 
 def _log2(value: Int) -> Int:
