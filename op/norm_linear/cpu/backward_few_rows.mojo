@@ -14,6 +14,11 @@ from std.math import ceildiv
 
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.epilogue import NoEpilogue, Output
+from ...gemm.cpu.few_rows_gradients import (
+    is_served,
+    multiply_by_rows,
+    store_outer_products,
+)
 from ...gemm.cpu.memory import Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
@@ -161,8 +166,12 @@ def _h_task[
     var h = _h(job)
     var first = tile * plan.tile_panels * B.tile_n
     var last = min(call.K, first + plan.tile_panels * B.tile_n)
+    var in_place = is_served[dtype](call.M)
     for n in range(0, call.N, B.depth):
         var depth = min(B.depth, call.N - n)
+        if in_place:
+            _add_block(job, tile, own, n, depth)
+            continue
         pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
             panels,
             panel_stride,
@@ -188,6 +197,36 @@ def _h_task[
         sum_over_rows[dtype, ThisNorm](job.call, h, first, last, job.shifts)
 
 
+def _add_block[
+    dtype: DType
+](job: _Job[dtype], tile: Int, own: Int, n: Int, depth: Int):
+    """Adds a block of `dy @ weight` to a tile, from a row of the weight on."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var first = tile * plan.tile_panels * B.tile_n
+    var columns = min(plan.tile_panels * B.tile_n, call.K - first)
+    var h = _h(job).part(0, first)
+    var sums = Matrix[B.accum](own, plan.tile_panels * B.tile_n)
+    multiply_by_rows[dtype](
+        sums if n > 0 else h,
+        Matrix(job.at[B.operand](plan.dy), B.row_stride(call.N)).part(0, n),
+        Matrix[dtype](call.weight, call.K).part(n, first),
+        call.M,
+        columns,
+        depth,
+    )
+    if n == 0:
+        return
+    for row in range(call.M):
+        for k in range(0, columns, B.width):
+            var total = h.at(row, k)
+            total.unsafe_store(
+                sums.at(row, k).unsafe_load[width=B.width]()
+                + total.unsafe_load[width=B.width]()
+            )
+
+
 def _weight_task[dtype: DType](job: _Job[dtype], task: Int, own: Int):
     """Computes a tile of dW."""
     comptime B = Blocking[dtype]
@@ -196,6 +235,18 @@ def _weight_task[dtype: DType](job: _Job[dtype], task: Int, own: Int):
     var n = task // plan.tiles_across * plan.tile_rows
     var first = task % plan.tiles_across * plan.tile_panels
     var dy = Matrix(job.at[B.operand](plan.dy_panels), plan.dy_stride)
+    if is_served[dtype](call.M):
+        store_outer_products[dtype](
+            Matrix[dtype](call.dweight, call.K).part(n, first * B.tile_n),
+            dy.part(n // B.tile_m, 0),
+            job.at[B.operand](plan.z).unsafe_offset(
+                first * B.panel_size(call.M)
+            ),
+            min(plan.tile_rows, call.N - n),
+            min(plan.tile_panels * B.tile_n, call.K - first * B.tile_n),
+            call.M,
+        )
+        return
     for panel in range(first, min(plan.panels, first + plan.tile_panels)):
         var column = panel * B.tile_n
         var columns = min(B.tile_n, call.K - column)

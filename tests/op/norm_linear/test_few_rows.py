@@ -1,4 +1,4 @@
-"""A handful of rows, which multiply the weight in place: the bits of the same rows among more."""
+"""A handful of rows, for which the weight stays in place: the bits of the same rows among more."""
 
 from __future__ import annotations
 
@@ -33,12 +33,31 @@ def test_bits_are_those_of_the_rows_among_more(size: tuple[int, int], dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES[:3], (530, 300), (1030, 129)], ids=str)
+def test_gradients_have_the_bits_of_those_among_rows_without_gradient(
+    size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    kernels = Kernels(dtype)
+    inputs = make_inputs(MANY, *size, dtype=dtype)
+    _, mean, rstd = kernels.forward(inputs)
+    grad_output = torch.randn(MANY, size[1]).to(dtype)
+    for rows in range(1, 10):
+        padded = grad_output.clone()
+        padded[rows:] = 0
+        dx, *others = kernels.backward(inputs, padded, mean, rstd)
+        few = [inputs[0][:rows], *inputs[1:]]
+        some = kernels.backward(few, grad_output[:rows], mean[:rows], rstd[:rows])
+        assert all(map(torch.equal, some, (dx[:rows], *others))), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_and_alignment_do_not_change_bits(dtype: torch.dtype) -> None:
     inputs = make_inputs(2, 1030, 600, dtype=dtype)
-    first = Kernels(dtype).forward(inputs)
+    grad_output = torch.randn(2, 600).to(dtype)
+    first = Kernels(dtype).both(inputs, grad_output)
     others = [Kernels(dtype, threads) for threads in (1, 3, 16)]
     for kernels in [*others, Kernels(dtype, pool=True), Kernels(dtype, offset=3)]:
-        assert all(map(torch.equal, first, kernels.forward(inputs)))
+        assert all(map(torch.equal, first, kernels.both(inputs, grad_output)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
