@@ -9,7 +9,7 @@ for the outputs, and for pages that the system has yet to clear. F counts the el
 whose memory the C library takes from the system each time, those of 32 MiB and more. The costs are
 not negative. They are fitted to the ratios of model and measurement by least squares, for each
 dtype, direction and strategy, and separately for one row, few rows and many: PyTorch and we have
-separate code for each. An activation changes a and e. If the model would choose a strategy that was
+separate code for each. An activation changes a, e and f. If the model would choose a strategy that was
 measured to be slower by more than 3 %, the measured size is an exception: sizes near it take the
 strategy that was faster there.
 """
@@ -35,7 +35,7 @@ ROWS = (1, 15, math.inf)
 FITTED = ((1, 1), (2, 32), (8, math.inf))
 TERMS = 6
 # The terms that an activation changes.
-ACTIVATED = (0, 4)
+ACTIVATED = (0, 4, 5)
 # From this many bytes on, the C library takes memory from the system each time.
 FRESH = 2**25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,12 +40,17 @@ RANDOM = 300
 # Calls whose time is that of starting them; random ones are seldom so small.
 TINY_ROWS = (1, 4, 16)
 TINY_WEIGHTS = ((16, 64), (96, 48))
+# Outputs so large that the C library takes their memory from the system each time.
+WIDE = ((512, 16, 32768), (2048, 64, 8192), (768, 128, 24576))
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
-# Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use.
-ESTIMATED = {"arm-neon": "amd-zen3"}
-# Calls of up to as many rows had slower kernels when most kinds were measured.
-SLOWER = 8
+# Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use: one that was
+# measured while few rows were packed there, as they are on Arm.
+ESTIMATED = {"arm-neon": "intel-avx2"}
+# Calls of up to as many rows had slower kernels when most kinds were measured. A file has the number
+# of the kernels for them that it was measured with.
+FEW_ROWS = 8
+FEW_ROWS_KERNELS = 2
 
 
 def main() -> int:
@@ -92,10 +98,15 @@ def sizes() -> list[Size]:
     tiny = [
         Size(dtype, kind, M, K, N)
         for dtype, kind, (K, N), M in itertools.product(
-            drawing.DTYPES, ("activation", "gate"), TINY_WEIGHTS, TINY_ROWS
+            drawing.DTYPES, costs.KINDS, TINY_WEIGHTS, TINY_ROWS
         )
     ]
-    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny
+    wide = [
+        Size(dtype, kind, *each)
+        for dtype, kind, each in itertools.product(drawing.DTYPES, costs.KINDS, WIDE)
+        if math.prod(each) * (1 if dtype == "float32" else 8) <= drawing.MOST_PRODUCTS
+    ]
+    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny + wide
 
 
 def measure(kind: str, seconds: float, commit: str | None) -> None:
@@ -114,7 +125,8 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
         for size in wanted[::5]:
             calls += [measure_call(size, direction, seconds) for direction in DIRECTIONS]
         torch.set_num_threads(threads)
-    head = {"environment": described, "fields": Measured._fields}
+    head = {"environment": described, "few_rows_kernels": FEW_ROWS_KERNELS}
+    head["fields"] = Measured._fields
     document.write_rows(file_of(kind), head, "calls", calls)
 
 
@@ -131,6 +143,8 @@ def measure_again(kind: str, seconds: float, commit: str | None, most_rows: int)
     torch.set_num_threads(threads)
     described = dataclasses.asdict(environment.describe(torch.device("cpu"), commit))
     content["again"] = {"most_rows": most_rows, "environment": described}
+    if most_rows >= FEW_ROWS:
+        content["few_rows_kernels"] = FEW_ROWS_KERNELS
     document.write_rows(file_of(kind), content, "calls", calls)
 
 
@@ -192,8 +206,8 @@ def fitted() -> dict[str, costs.Device]:
         env = content["environment"]
         about = {"measured": env["date"], "cpu": env["cpu"], "threads": env["threads"]}
         about |= {"torch": env["torch"], "calls": len(calls)}
-        if content.get("again", {}).get("most_rows", 0) < SLOWER:
-            about["estimated"] = f"for calls of up to {SLOWER} rows, as with slower kernels"
+        if content.get("few_rows_kernels") != FEW_ROWS_KERNELS:
+            about["estimated"] = f"for calls of up to {FEW_ROWS} rows, as with slower kernels"
         found[kind] = costs.fit(kind, about, calls)
     for kind, like in ESTIMATED.items():
         if kind not in found and like in found:
