@@ -9,9 +9,9 @@ for the outputs, and for pages that the system has yet to clear. F counts the el
 whose memory the C library takes from the system each time, those of 32 MiB and more. The costs are
 not negative. They are fitted to the ratios of model and measurement by least squares, for each
 dtype, direction and strategy, and separately for one row, few rows and many: PyTorch and we have
-separate code for each. An activation changes a, e and f. If the model would choose a strategy that was
-measured to be slower by more than 3 %, the measured size is an exception: sizes near it take the
-strategy that was faster there.
+separate code for each. An activation changes a, e and f. If the model would choose a strategy that
+was measured to be slower by more than 3 %, the measured size is an exception: sizes near it take
+the strategy that was faster there.
 """
 
 from __future__ import annotations

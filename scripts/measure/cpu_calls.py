@@ -41,14 +41,14 @@ RANDOM = 300
 TINY_ROWS = (1, 4, 16)
 TINY_WEIGHTS = ((16, 64), (96, 48))
 # Outputs so large that the C library takes their memory from the system each time.
-WIDE = ((512, 16, 32768), (2048, 64, 8192), (768, 128, 24576))
+WIDE = ((512, 16, 32768), (2048, 64, 8192))
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
-# Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use: one that was
-# measured while few rows were packed there, as they are on Arm.
+# Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use: one
+# that was measured while few rows were packed there, as they are on Arm.
 ESTIMATED = {"arm-neon": "intel-avx2"}
-# Calls of up to as many rows had slower kernels when most kinds were measured. A file has the number
-# of the kernels for them that it was measured with.
+# Calls of up to as many rows had slower kernels when most kinds were measured. A file has the
+# number of the kernels for them that it was measured with.
 FEW_ROWS = 8
 FEW_ROWS_KERNELS = 2
 
