@@ -91,7 +91,7 @@ def test_importing_compiles_nothing() -> None:
 def test_first_use_compiles_both_once_and_at_the_same_time(
     compiled: list[chain.Binary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=600)
     copy = chain._compile
 
     def meet(binary: chain.Binary, output: Path) -> None:

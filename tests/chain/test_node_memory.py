@@ -111,4 +111,4 @@ def test_fork(library: Path) -> None:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(library)]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert subprocess.run(command, timeout=600, check=False).returncode == 0

@@ -123,14 +123,14 @@ def test_data_loader_workers(method: str) -> None:
     data = Normalized()
     expected = torch.stack([data[i] for i in range(len(data))])
     loader = torch.utils.data.DataLoader(
-        data, 4, num_workers=2, multiprocessing_context=method, timeout=120
+        data, 4, num_workers=2, multiprocessing_context=method, timeout=600
     )
     assert torch.equal(torch.cat(list(loader)), expected)
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ("-W", "ignore", "-c", textwrap.dedent(script))
-    return run_python(*command, timeout=120, **environment)
+    return run_python(*command, timeout=600, **environment)
 
 
 def test_fork_before_first_use() -> None:

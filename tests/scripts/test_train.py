@@ -61,7 +61,7 @@ def test_two_processes_learn_as_one(
         *("-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", "2", str(SCRIPTS / "train.py"), *TINY, str(tmp_path)),
         *("--model", "fused", "--parallel", parallel, "--steps", "6"),
-        timeout=120,
+        timeout=600,
         # Two cores have no room for four threads that wait for each other.
         OMP_NUM_THREADS="1",
     )
