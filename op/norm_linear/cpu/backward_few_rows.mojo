@@ -3,9 +3,12 @@
 The weight is read once, for h = dy @ weight, and its gradient is written once:
 
 - `h` is divided into tiles of columns. A task takes its tile of the weight from
-  top to bottom, copying a block of rows at a time into the cache, and makes its
-  part of the gradients of gamma and beta from the finished columns;
+  top to bottom, a block of rows at a time, and makes its part of the gradients of
+  gamma and beta from the finished columns;
 - `dW = dy^T @ z` is divided into tiles that go from registers to memory.
+
+Blocks are copied into the cache, unless rows are so few that reading and writing in
+the order of the memory is faster (`few_rows_gradients.mojo`).
 
 Rows of h become rows of dx when all columns are there.
 """
@@ -166,10 +169,9 @@ def _h_task[
     var h = _h(job)
     var first = tile * plan.tile_panels * B.tile_n
     var last = min(call.K, first + plan.tile_panels * B.tile_n)
-    var in_place = is_served[dtype](call.M)
     for n in range(0, call.N, B.depth):
         var depth = min(B.depth, call.N - n)
-        if in_place:
+        if is_served[dtype](call.M):
             _add_block(job, tile, own, n, depth)
             continue
         pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
