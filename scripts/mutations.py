@@ -54,6 +54,7 @@ COLUMNS = ("tests/ops/test_fp8_gate_columns.py", "-k", "recipes or of_two_layers
 COLUMNS_REFUSED = ("tests/ops/test_fp8_gate_columns_decided.py", "-k", "no_use")
 COLUMNS_SHARED = ("tests/ops/test_fp8_gate_columns_kept.py", "-k", "second_weight or stale")
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
+STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
 GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
@@ -678,6 +679,22 @@ MUTATIONS = (
         "Int32(first_column) + Int32(start))",
         "Int32(rows.column) + Int32(start))",
         GATED_BITS,
+    ),
+    Mutation(
+        "columns past the last one have what an earlier tile left of a bias",
+        "gpu",
+        f"{GEMM_SM90}/store_quantized.mojo",
+        "    _clear_vectors[columns, parts](rows, vectors)",
+        "    pass",
+        STORED,
+    ),
+    Mutation(
+        "hidden rows in 8 bits saturate where they exceed a given scale",
+        "gpu",
+        f"{GEMM_SM90}/store_quantized.mojo",
+        "            _overwrite(rows, box, scales)",
+        "            pass",
+        STORED,
     ),
     Mutation(
         "the gradient of a rotation is turned as the rotation is",

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <cmath>
+#include <cstdlib>
+
 #include "eight_bits.h"
 #include "row_ops.h"
 
@@ -154,6 +157,12 @@ inline Activated add_layers(
   return found;
 }
 
+// Whether a scale and its reciprocal have all their bits in 16 bits, where kernels multiply by them.
+inline bool is_power_of_two(double scale) {
+  int exponent = 0;
+  return std::frexp(scale, &exponent) == 0.5 && std::abs(exponent) < 126;
+}
+
 // The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits: the input rows
 // of the next layer. They have scales of blocks; or all share the given scale.
 inline Scaled hidden(
@@ -161,7 +170,7 @@ inline Scaled hidden(
     bool power_of_two, double one_scale, bool is_kept, const EightBits& kernels) {
   const auto rows = rows_of(given);
   require_kernels(activation);
-  require_kernels(rows.of_blocks || (one_scale > 0 && rows.q.dtype() == E4M3));
+  require_kernels(rows.of_blocks || (is_power_of_two(one_scale) && rows.q.dtype() == E4M3));
   auto call = product_call(rows, 0, is_kept && !rows.of_blocks, kernels);
   const auto layers = add_layers(call, rows, layer, up, activation);
   const int64_t scales = rows.of_blocks ? blocks_of(call.N) : 1;

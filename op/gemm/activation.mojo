@@ -28,6 +28,13 @@ comptime SILU = Int32(5)
 comptime GATED = 8
 """Added to one of these: half of the product is a gate, a = act(gate) h."""
 
+comptime ANY = -1
+"""Stands for all of these."""
+comptime SMOOTH = -2
+"""Stands for those from `GELU` on, h s(z)."""
+comptime OTHERS = -3
+"""Stands for those before."""
+
 comptime _SQRT_HALF = 0.70710678118654752440
 comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
 comptime _TANH_LINEAR = 1.5957691216057307117
@@ -45,7 +52,11 @@ comptime _TANH_END = 1e4
 
 @always_inline
 def activate[
-    dtype: DType, width: Int, //, narrow: Bool = False
+    dtype: DType,
+    width: Int,
+    //,
+    narrow: Bool = False,
+    among: Int = ANY,
 ](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Applies an activation.
 
@@ -53,6 +64,8 @@ def activate[
         dtype: The type, float32 or float64.
         width: The number of elements.
         narrow: Whether the results are rounded to 16 bits next.
+        among: Which ones it may be, or the only one. A caller that knows saves branches, across which special functions do
+            not overlap with all else.
 
     Args:
         kind: Which activation.
@@ -61,10 +74,13 @@ def activate[
     Returns:
         Their activations.
     """
-    if kind == NOTHING:
-        return h
-    if kind == RELU:
-        return _rectified(h)
+    comptime if among >= 0:
+        return activate[narrow=narrow](Int32(among), h)
+    comptime if among != SMOOTH:
+        if kind == NOTHING:
+            return h
+        if among == OTHERS or kind == RELU:
+            return _rectified(h)
     comptime if narrow and is_gpu():
         return h * _narrow_share(kind, h)
     if kind == GELU:

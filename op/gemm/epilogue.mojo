@@ -9,6 +9,8 @@ An operand of c's shape, such as a residual, is only located here: kernels add i
 
 from std.utils import StaticTuple
 
+from .activation import ANY, NOTHING
+
 
 @fieldwise_init
 struct RowTerms[dtype: DType = DType.float32](TrivialRegisterPassable):
@@ -129,15 +131,15 @@ trait Epilogue(TrivialRegisterPassable):
     @always_inline
     def in_eight_bits(
         self,
-        four: SIMD[DType.float32, 4],
-        scales: SIMD[DType.float32, 4],
-        inverses: SIMD[DType.float32, 4],
+        pairs: SIMD[DType.uint32, 2],
+        scales: SIMD[DType.float32, 2],
+        inverses: SIMD[DType.float32, 2],
     ) -> UInt32:
         """Divides numbers by scales and rounds them to 8 bits.
 
         Args:
-            four: The numbers.
-            scales: Theirs.
+            pairs: Two numbers of each of two rows, in bfloat16, the first in the lower half.
+            scales: Those of the rows.
             inverses: 1 / scales.
 
         Returns:
@@ -178,8 +180,17 @@ trait Epilogue(TrivialRegisterPassable):
         return 0
 
     @always_inline
+    def activation(self) -> Int32:
+        """Tells which activation it applies, where it quantizes.
+
+        Returns:
+            Its number.
+        """
+        return NOTHING
+
+    @always_inline
     def activated[
-        width: Int
+        width: Int, among: Int = ANY
     ](
         self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
     ) -> SIMD[DType.float32, width]:
@@ -187,6 +198,7 @@ trait Epilogue(TrivialRegisterPassable):
 
         Parameters:
             width: How many elements.
+            among: Which activations it may be.
 
         Args:
             h: Finished sums; before a gate, the gates.

@@ -1,6 +1,6 @@
 """The epilogues: nothing, a bias, the scale and correction of a folded weight, an activation or a gate."""
 
-from .activation import activate
+from .activation import ANY, activate
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 
 
@@ -221,11 +221,11 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     @doc_hidden
     @always_inline
     def activated[
-        width: Int
+        width: Int, among: Int = ANY
     ](
         self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
     ) -> SIMD[DType.float32, width]:
-        var a = activate[narrow=True](self.kind, h)
+        var a = activate[narrow=True, among=among](self.kind, h)
         comptime if Self.gates:
             return a * other
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_chain(activation: str, is_pair: bool, tmp_path: Path) -> None:
     with running(tmp_path) as names:
         assert same(OPS.fp8_hidden(*given), OPS.fp8_hidden_by_python(*given))
     assert not names
+
+
+@pytest.mark.parametrize("scale", [3.0, 2.0**-140, 2.0**127, math.inf, math.nan])
+def test_a_scale_that_is_no_power_of_two_is_for_pytorch(scale: float, tmp_path: Path) -> None:
+    """Kernels multiply by its reciprocal in bfloat16."""
+    given = operands(M, 144, 272, "relu", True)
+    given[-1] = scale
+    expected = OPS.fp8_hidden_by_python(*given)
+    with running(tmp_path):
+        found = OPS.fp8_hidden(*given)
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_are_no_numbers(no_grad: None) -> None:

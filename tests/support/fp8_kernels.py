@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,6 +203,10 @@ def linear(call: Any) -> None:
     assert is_gate(name_of(call.activation)) == bool(call.up)
     assert TYPES[call.eight_bits] is E4M3
     assert call.activation
+    # It is a power of two, whose reciprocal has all its bits in bfloat16.
+    mantissa, exponent = math.frexp(call.y_one_scale)
+    assert mantissa == 0.5
+    assert abs(exponent) < 126
     q, scale = recipes.quantize_within(a, Cast(E4M3, "row"), call.y_one_scale)
     store(call.y, q)
     store(call.y_scale, scale)

@@ -80,9 +80,10 @@ struct Boxes[bytes: Int](TrivialRegisterPassable):
         self = Self(first, first + UInt32(Self.bytes) if two else first)
 
     @always_inline
-    def take(mut self, lane: UInt32) -> UInt32:
-        """Takes the next place, once the last store from it has read it."""
-        if lane == 0:
+    def take[by_all: Bool = False](mut self, lane: UInt32) -> UInt32:
+        """Takes the next place, once the last store from it has read it. Only lane 0 stores, and has to wait; where all
+        lanes do, no branch separates what they compute before from what they compute after."""
+        if by_all or lane == 0:
             store_wait_read[Self._count - 1]()
         warp_sync()
         var place = self.next

@@ -55,7 +55,7 @@ def shared_pair[
             UInt32,
             constraints="=r,r,~{memory}",
         ](address)
-        return bitcast[dtype, 2](word).cast[DType.float32]()
+        return unpack_pair[dtype](word)
 
 
 @doc_hidden
@@ -141,6 +141,18 @@ def unpack_pair[dtype: DType](word: UInt32) -> SIMD[DType.float32, 2]:
         }
     else:
         return bitcast[dtype, 2](word).cast[DType.float32]()
+
+
+@doc_hidden
+@always_inline
+def multiply_pair(pair: UInt32, other: UInt32) -> UInt32:
+    """Multiplies two elements of bfloat16 by two others."""
+    return inlined_assembly[
+        "mul.rn.bf16x2 $0, $1, $2;",
+        UInt32,
+        constraints="=r,r,r",
+        has_side_effect=False,
+    ](pair, other)
 
 
 @doc_hidden

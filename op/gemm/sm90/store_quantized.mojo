@@ -4,12 +4,14 @@ Where scales are found, a warp has all columns of its 16 rows, of which four lan
 take two exchanges.
 """
 
-from std.memory import OpaquePointer
+from std.memory import OpaquePointer, bitcast
 from std.sys import size_of
 from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
+from ..activation import GELU, OTHERS, SILU, SMOOTH
 from ..epilogue import Epilogue
+from .barriers import warp_sync
 from .boxes import Boxes
 from .config import CONSUMERS
 from .elements import swizzle
@@ -19,9 +21,8 @@ from .shared_memory import (
     shared_value,
     store_shared_element,
     store_shared_value,
-    unpack_pair,
 )
-from .store import TileRows
+from .store import RowPair, TileRows
 from .sums import Accumulators, Sums
 
 # Threads of all consumers.
@@ -30,7 +31,8 @@ comptime _THREADS = 128 * CONSUMERS
 comptime _TOGETHER = 4
 # What an activation is rounded to before it is quantized.
 comptime _ROUNDED = DType.bfloat16
-comptime _Four = SIMD[DType.float32, 4]
+# Two of them in e4m3.
+comptime _NOT_NUMBERS = UInt16(0x7F7F)
 
 
 @doc_hidden
@@ -61,9 +63,20 @@ struct FirstSums(Sums):
 
 
 @always_inline
-def _largest(word: UInt32) -> UInt32:
-    """Returns the bits of the larger magnitude of two numbers in bfloat16, in float32."""
-    return max((word << 16) & 0x7FFFFFFF, word & 0x7FFF0000)
+def _larger(most: UInt32, word: UInt32) -> UInt32:
+    """Returns the larger magnitudes of two pairs of numbers in bfloat16, in either half."""
+    return bitcast[DType.uint32, 1](
+        max(
+            bitcast[DType.uint16, 2](most),
+            bitcast[DType.uint16, 2](word & 0x7FFF7FFF),
+        )
+    )
+
+
+@always_inline
+def _largest(most: UInt32) -> UInt32:
+    """Returns the bits of the larger of two magnitudes in bfloat16, in float32."""
+    return max(most << 16, most & 0xFFFF0000)
 
 
 @always_inline
@@ -105,6 +118,93 @@ def store_quantized[
 ):
     """Finishes, activates, rounds and stores the rows in 8 bits, box by box, and their scales. What is rounded to 16
     bits first has the bits of a product in these, quantized."""
+    _clear_vectors[columns, parts](rows, vectors)
+    # Without branches between them, special functions of some columns overlap with all else of others.
+    comptime usual = Int(SILU if parts in (HALVES, IN_TURN) else GELU)
+    var kind = rows.epilogue.activation()
+    if kind == Int32(usual):
+        _store[columns, parts, usual](
+            rows, sums, first_sums, vectors, boxes, c_map
+        )
+    elif kind >= GELU:
+        _store[columns, parts, SMOOTH](
+            rows, sums, first_sums, vectors, boxes, c_map
+        )
+    else:
+        _store[columns, parts, OTHERS](
+            rows, sums, first_sums, vectors, boxes, c_map
+        )
+
+
+@always_inline
+def _clear_vectors[
+    E: Epilogue, width: Int, any_columns: Bool, //, columns: Int, parts: Int
+](rows: TileRows[E, width, any_columns], vectors: UInt32):
+    """Zeroes what vectors have for columns past the last one, whose sums are 0: they count among the largest magnitudes.
+
+    Each warp does so for itself. A later copy to the same place follows the fence that it has before it sends a box.
+    """
+    comptime of_c = Int(_of_c[parts](UInt32(columns)))
+    comptime matrices = 2 if parts in (HALVES, IN_TURN) else 1
+    comptime first_size = size_of[E.vector_type(0)]()
+    var used = _of_c[parts](rows.elements.n) - _of_c[parts](rows.column)
+    if used >= UInt32(of_c):
+        return
+    for column in range(used + rows.lane, UInt32(of_c), 32):
+        comptime for i in range(E.vectors):
+            comptime for part in range(matrices):
+                comptime size = size_of[E.vector_type(i)]()
+                comptime first = i * columns * first_size + part * of_c * size
+                store_shared_element[E.vector_type(i)](
+                    vectors + UInt32(first) + column * UInt32(size), 0
+                )
+    warp_sync()
+
+
+@always_inline
+def _put[
+    E: Epilogue, width: Int, any_columns: Bool, //, group: Int
+](
+    rows: TileRows[E, width, any_columns],
+    box: UInt32,
+    pairs: SIMD[DType.uint32, 2],
+    scales: RowPair,
+    inverses: RowPair,
+):
+    """Stores what a lane has of eight columns in a box, in 8 bits."""
+    var row = rows.lane >> 2
+    var chunk = UInt32(group // 2) ^ swizzle[width](row)
+    var place = box + row * UInt32(width) + (rows.lane & 3) * 2
+    var at = place + (chunk << 4) + UInt32(group % 2 * 8)
+    var eight_bits = rows.epilogue.in_eight_bits(pairs, scales, inverses)
+    store_shared_element[DType.uint16](
+        at, (eight_bits & 0xFFFF).cast[DType.uint16]()
+    )
+    store_shared_element[DType.uint16](
+        at + UInt32(8 * width), (eight_bits >> 16).cast[DType.uint16]()
+    )
+
+
+@always_inline
+def _store[
+    E: Epilogue,
+    width: Int,
+    any_columns: Bool,
+    S: Sums,
+    bytes: Int,
+    //,
+    columns: Int,
+    parts: Int,
+    among: Int,
+](
+    rows: TileRows[E, width, any_columns],
+    sums: S,
+    first_sums: FirstSums,
+    vectors: UInt32,
+    mut boxes: Boxes[bytes],
+    c_map: OpaquePointer[ImmUntrackedOrigin],
+):
+    """Stores the rows, as `store_quantized` says, of some kinds of activations."""
     comptime groups = width // 8
     comptime own_columns = Int(_of_c[parts](UInt32(columns)))
     comptime assert E.is_gate == (parts == HALVES)
@@ -115,9 +215,14 @@ def store_quantized[
     var n = _of_c[parts](rows.elements.n)
     var first_column = _of_c[parts](rows.column)
     comptime for start in range(0, own_columns, width):
-        var left = Int32(n) - Int32(first_column) - Int32(start)
         # Of each group, what the lane has of its upper row and of its lower one: two columns in 16 bits.
-        var words = StaticTuple[UInt32, 2 * groups]()
+        var words = StaticTuple[SIMD[DType.uint32, 2], groups]()
+        # A given scale is that of no numbers.
+        var scales = RowPair(rows.epilogue.block_scale(0))
+        var inverses = 1 / scales
+        var box = UInt32(0)
+        comptime if not E.finds_scales:
+            box = boxes.take[by_all=True](lane)
         var most_above = UInt32(0)
         var most_below = UInt32(0)
         comptime for first in range(0, groups, _TOGETHER):
@@ -144,51 +249,60 @@ def store_quantized[
                         other = other.insert[offset=4 * i](
                             rows.finish[columns, gated](sums, vectors)
                         )
-            var a = rows.epilogue.activated[4 * _TOGETHER](h, other)
+            var a = rows.epilogue.activated[4 * _TOGETHER, among](h, other)
             comptime for i in range(_TOGETHER):
                 comptime group = first + i
                 var four = a.slice[4, offset=4 * i]()
                 var above = pack_pair[_ROUNDED](four.slice[2]())
                 var below = pack_pair[_ROUNDED](four.slice[2, offset=2]())
-                words[2 * group] = above
-                words[2 * group + 1] = below
-                # Columns past the last one may be anything. There are multiples of 16 of them.
-                if left > Int32(8 * group):
-                    most_above = max(most_above, _largest(above))
-                    most_below = max(most_below, _largest(below))
+                # Columns past the last one have zeros.
+                most_above = _larger(most_above, above)
+                most_below = _larger(most_below, below)
+                words[group] = {above, below}
+                comptime if not E.finds_scales:
+                    _put[group](rows, box, words[group], scales, inverses)
+        most_above = _largest(most_above)
+        most_below = _largest(most_below)
         comptime if E.finds_scales:
             most_above = _largest_of_lanes(most_above)
             most_below = _largest_of_lanes(most_below)
-        var above = rows.epilogue.block_scale(most_above)
-        var below = rows.epilogue.block_scale(most_below)
-        var box = boxes.take(lane)
-        var place = box + row * UInt32(width) + (lane & 3) * 2
-        var scales = _Four(above, above, below, below)
-        var up, down = 1 / above, 1 / below
-        var inverses = _Four(up, up, down, down)
-        comptime for group in range(groups):
-            var four = unpack_pair[_ROUNDED](words[2 * group]).join(
-                unpack_pair[_ROUNDED](words[2 * group + 1])
-            )
-            var eight_bits = rows.epilogue.in_eight_bits(four, scales, inverses)
-            var chunk = UInt32(group // 2) ^ swizzle[width](row)
-            var at = place + (chunk << 4) + UInt32(group % 2 * 8)
-            store_shared_element[DType.uint16](
-                at, (eight_bits & 0xFFFF).cast[DType.uint16]()
-            )
-            store_shared_element[DType.uint16](
-                at + UInt32(8 * width), (eight_bits >> 16).cast[DType.uint16]()
-            )
+        scales = RowPair(
+            rows.epilogue.block_scale(most_above),
+            rows.epilogue.block_scale(most_below),
+        )
+        comptime if E.finds_scales:
+            inverses = 1 / scales
+            box = boxes.take[by_all=True](lane)
+            comptime for group in range(groups):
+                _put[group](rows, box, words[group], scales, inverses)
+        else:
+            _overwrite(rows, box, scales)
         rows.send[DType.uint8](c_map, box, Int32(first_column) + Int32(start))
         if lane & 3 == 0:
             var blocks = (Int(n) + width - 1) // width
             var block = (Int(first_column) + start) // width
-            var its_row = rows.row + row
-            if its_row < rows.elements.m:
-                rows.epilogue.keep_block_scale(
-                    Int(its_row), block, blocks, above
-                )
-            if its_row + 8 < rows.elements.m:
-                rows.epilogue.keep_block_scale(
-                    Int(its_row + 8), block, blocks, below
+            comptime for i in range(2):
+                var its_row = rows.row + row + UInt32(8 * i)
+                if its_row < rows.elements.m:
+                    rows.epilogue.keep_block_scale(
+                        Int(its_row), block, blocks, scales[i]
+                    )
+
+
+@always_inline
+def _overwrite[
+    E: Epilogue, width: Int, any_columns: Bool, //
+](rows: TileRows[E, width, any_columns], box: UInt32, scales: RowPair):
+    """Makes NaN of what a lane has in a box of a row whose numbers are too large for the scale, and whose own is NaN."""
+    var row = rows.lane >> 2
+    comptime for i in range(2):
+        if scales[i] != scales[i]:
+            var place = (
+                box
+                + (row + UInt32(8 * i)) * UInt32(width)
+                + (rows.lane & 3) * 2
+            )
+            for column in range(0, width, 8):
+                store_shared_element[DType.uint16](
+                    place + UInt32(column), _NOT_NUMBERS
                 )

@@ -8,9 +8,10 @@ These are the bits of a result in bfloat16 that a pass quantizes.
 
 from std.memory import bitcast
 
-from ...gemm.activation import activate
+from ...gemm.activation import ANY, activate
 from ...gemm.block_scaled import BlockScaled
 from ...gemm.epilogue import ColumnTerms, Epilogue, RowTerms, Vector
+from ...gemm.sm90.shared_memory import unpack_pair
 from ...rows.eight_bits import pack_eight_bits
 from ...rows.scales import divided, scale_of
 
@@ -93,12 +94,17 @@ struct BlockQuantized[gates: Bool](Epilogue):
 
     @doc_hidden
     @always_inline
+    def activation(self) -> Int32:
+        return self.kind
+
+    @doc_hidden
+    @always_inline
     def activated[
-        width: Int
+        width: Int, among: Int = ANY
     ](
         self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
     ) -> SIMD[DType.float32, width]:
-        var a = activate[narrow=True](self.kind, h)
+        var a = activate[narrow=True, among=among](self.kind, h)
         comptime if Self.gates:
             return a * other
         else:
@@ -115,11 +121,21 @@ struct BlockQuantized[gates: Bool](Epilogue):
     @always_inline
     def in_eight_bits(
         self,
-        four: SIMD[DType.float32, 4],
-        scales: SIMD[DType.float32, 4],
-        inverses: SIMD[DType.float32, 4],
+        pairs: SIMD[DType.uint32, 2],
+        scales: SIMD[DType.float32, 2],
+        inverses: SIMD[DType.float32, 2],
     ) -> UInt32:
-        return pack_eight_bits[_E4M3](divided[width=4](four, scales, inverses))
+        var four = unpack_pair[_BF16](pairs[0]).join(
+            unpack_pair[_BF16](pairs[1])
+        )
+        comptime Four = SIMD[DType.float32, 4]
+        return pack_eight_bits[_E4M3](
+            divided[width=4](
+                four,
+                Four(scales[0], scales[0], scales[1], scales[1]),
+                Four(inverses[0], inverses[0], inverses[1], inverses[1]),
+            )
+        )
 
     @doc_hidden
     @always_inline

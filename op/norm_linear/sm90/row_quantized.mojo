@@ -11,9 +11,10 @@ The scale is one for all rows, since a row's own would only be known after its l
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from ...gemm.activation import activate
+from ...gemm.activation import ANY, activate
 from ...gemm.epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 from ...gemm.scaled import Scaled
+from ...gemm.sm90.shared_memory import multiply_pair, pack_pair, unpack_pair
 from ...rows.eight_bits import largest, pack_eight_bits
 
 comptime _E4M3 = DType.float8_e4m3fn
@@ -83,12 +84,17 @@ struct RowQuantized[gates: Bool](Epilogue):
 
     @doc_hidden
     @always_inline
+    def activation(self) -> Int32:
+        return self.kind
+
+    @doc_hidden
+    @always_inline
     def activated[
-        width: Int
+        width: Int, among: Int = ANY
     ](
         self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
     ) -> SIMD[DType.float32, width]:
-        var a = activate[narrow=True](self.kind, h)
+        var a = activate[narrow=True, among=among](self.kind, h)
         comptime if Self.gates:
             return a * other
         else:
@@ -105,11 +111,16 @@ struct RowQuantized[gates: Bool](Epilogue):
     @always_inline
     def in_eight_bits(
         self,
-        four: SIMD[DType.float32, 4],
-        scales: SIMD[DType.float32, 4],
-        inverses: SIMD[DType.float32, 4],
+        pairs: SIMD[DType.uint32, 2],
+        scales: SIMD[DType.float32, 2],
+        inverses: SIMD[DType.float32, 2],
     ) -> UInt32:
-        return pack_eight_bits[_E4M3](four * inverses)
+        # Powers of two are as exact in 16 bits, where an instruction multiplies two.
+        var above = multiply_pair(pairs[0], pack_pair[_BF16](inverses[0]))
+        var below = multiply_pair(pairs[1], pack_pair[_BF16](inverses[1]))
+        return pack_eight_bits[_E4M3](
+            unpack_pair[_BF16](above).join(unpack_pair[_BF16](below))
+        )
 
     @doc_hidden
     @always_inline

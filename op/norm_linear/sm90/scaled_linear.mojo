@@ -39,8 +39,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
             multiples of 16, addresses too; the residual [M, N] only where z is e4m3, and without an activation. Its
             strategy is FUSED if z is of a pass queued just before, which waits for
-            all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, which it is filled with,
-            y is e4m3, and z too.
+            all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, a power of two that it is
+            filled with, y is e4m3, and z too.
 
     Raises:
         If the driver refuses.
