@@ -79,6 +79,7 @@ GPU_LAYERNORM = ("tests/op/norm_linear/test_norm_linear_gpu.py", "-k", "bfloat16
 # not the package's.
 _PRODUCT = ("norm_linear_sm90", "bfloat16")
 _ENTRIES = ("sm90_entries", "bfloat16", "tests/mojo")
+_EIGHT_BITS = ("fp8_sm90", "bfloat16")
 KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     HOPPER: (_PRODUCT, _ENTRIES),
     PASSED_ROWS: (_PRODUCT, _ENTRIES),
@@ -89,6 +90,10 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     WAITING: (_PRODUCT,),
     REACHING: (_PRODUCT,),
     GPU_LAYERNORM: (("passes_gpu", "bfloat16"),),
+    RESIDUAL: (_EIGHT_BITS,),
+    LATE_RESIDUAL: (_EIGHT_BITS,),
+    GATED_BITS: (_EIGHT_BITS,),
+    STORED: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (

@@ -52,6 +52,8 @@ def test_edits_find_their_text(scripts: tuple[ModuleType, ...]) -> None:
         assert (ROOT / mutation.file).read_text().count(mutation.old) == 1, mutation.name
         assert mutation.old != mutation.new
         assert (ROOT / mutation.tests[0]).is_file()
+        if mutation.target == "gpu" and mutation.file.endswith(".mojo"):
+            assert mutation.tests in scripts[1].KERNELS, mutation.name
         names.add(mutation.name)
     assert len(names) == len(scripts[1].MUTATIONS) >= 20
 
