@@ -9,11 +9,11 @@ import pytest
 import torch
 from adopters import EAGER, register
 
-diffusers = pytest.importorskip("diffusers", reason="uv sync --group models")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_repeated_blocks_are_compiled_once(sites: list[Any]) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="uv sync --group models")
     torch.use_deterministic_algorithms(False)
     register()
     torch.manual_seed(0)

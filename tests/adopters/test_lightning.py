@@ -11,25 +11,25 @@ import torch
 from adopters import EAGER, assert_same_parameters, llama, register
 from torch import Tensor, nn
 
-lightning = pytest.importorskip("lightning", reason="uv sync --group adopters")
-pytest.importorskip("transformers", reason="transformers is not installed: uv sync")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Trained(lightning.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        (ids,) = batch
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_trainer(tmp_path: Path, sites: list[Any]) -> None:
+    lightning = pytest.importorskip("lightning", reason="uv sync --group adopters")
+    pytest.importorskip("transformers", reason="transformers is not installed: uv sync")
+
+    class Trained(lightning.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            (ids,) = batch
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
     torch.use_deterministic_algorithms(False)
     register()
     own = llama()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from adopters import EAGER, assert_same_parameters, register
 
-timm = pytest.importorskip("timm", reason="timm is not installed: uv sync --group models")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_training(sites: list[Any]) -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed: uv sync --group models")
     from timm.data import Mixup
     from timm.loss import SoftTargetCrossEntropy
     from timm.optim import create_optimizer_v2

@@ -10,8 +10,6 @@ import pytest
 import torch
 from adopters import EAGER, assert_same_parameters, llama, register
 
-trl = pytest.importorskip("trl", reason="uv sync --group adopters")
-datasets = pytest.importorskip("datasets", reason="uv sync --group adopters")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -30,6 +28,8 @@ def tokenizer() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("adapts", [False, True], ids=["whole", "LoRA"])
 def test_supervised_tuning(adapts: bool, tmp_path: Path, sites: list[Any]) -> None:
+    trl = pytest.importorskip("trl", reason="uv sync --group adopters")
+    datasets = pytest.importorskip("datasets", reason="uv sync --group adopters")
     torch.use_deterministic_algorithms(False)
     register()
     own = llama(pad_token_id=0, bos_token_id=1, eos_token_id=2)

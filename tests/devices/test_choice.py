@@ -30,10 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.as_dispatched
 
 
-@pytest.fixture
-def cpu_calls(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
-    return importlib.import_module("cpu_calls")
+@pytest.fixture(scope="module")
+def cpu_calls() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts/measure")
+        return importlib.import_module("cpu_calls")
+
+
+@pytest.fixture(scope="module")
+def fitted(cpu_calls: Any) -> dict[str, costs.Device]:
+    """Every kind's model, which takes seconds to fit."""
+    return cpu_calls.fitted()
 
 
 @pytest.fixture
@@ -48,8 +55,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     tell_again()
 
 
-def test_shipped_data_is_what_was_measured(cpu_calls: Any, tmp_path: Path) -> None:
-    fitted = cpu_calls.fitted()
+def test_shipped_data_is_what_was_measured(fitted: dict[str, costs.Device], tmp_path: Path) -> None:
     shipped = {path.stem for path in choice.SHIPPED.glob("*.json")}
     assert {kind for kind in shipped if not kind.startswith("nvidia-")} == fitted.keys()
     for kind, device in fitted.items():
@@ -59,8 +65,8 @@ def test_shipped_data_is_what_was_measured(cpu_calls: Any, tmp_path: Path) -> No
         assert costs.load(shipped).as_array("float32") == device.as_array("float32")
 
 
-def test_model_is_near_what_was_measured(cpu_calls: Any) -> None:
-    for kind, device in cpu_calls.fitted().items():
+def test_model_is_near_what_was_measured(cpu_calls: Any, fitted: dict[str, costs.Device]) -> None:
+    for kind, device in fitted.items():
         if "measured" not in device.about:
             continue
         calls = [Measured(*c) for c in json.loads(cpu_calls.file_of(kind).read_text())["calls"]]
