@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from devices import GPU
+from guards import time_no_guards
 from strategies import hopper_goes, pass_failed, tell_again, told
 from torch import Tensor
 
@@ -114,16 +114,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Have PyTorch not time the guards of what it compiles, which it only logs.
-
-    It flushes the caches of the CPU first, which takes each compile some 25 ms.
-    """
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        guards.profile_guard_manager = _no_time
-
-
-def _no_time(*_: object) -> float:
-    return 0.0
+    time_no_guards()
 
 
 def pytest_unconfigure() -> None:

@@ -22,10 +22,14 @@ import distributed_training
 import family
 import pytest
 import torch
+
+# Each child would import it when it first compiles.
+import torch._inductor.compile_fx
 import torch.distributed as dist
 import torch.nn.functional as F
 from compiling import with_sites
 from distributed_cases import BACKEND, LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
+from guards import time_no_guards
 from processes import in_forks
 from strategies import pass_failed
 from torch import Tensor, nn
@@ -320,6 +324,7 @@ def mixed(mesh: DeviceMesh) -> None:
 def main(rank: int, folder: Path, names: list[str]) -> None:
     """Run the cases, one after another."""
     torch.set_num_threads(1)
+    time_no_guards()
     # The kernels run on small tensors, too.
     ops_norm_linear.is_host_bound = lambda t: False
     fuse._say_failed = pass_failed

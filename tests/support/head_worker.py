@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from guards import time_no_guards
 from head_cases import CUDA, KERNELS, OPTIONS, VOCABULARIES
 from processes import in_forks
 from torch import Tensor
@@ -265,6 +266,7 @@ def run(name: str, mesh: DeviceMesh) -> None:
 
 def main(rank: int, count: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    time_no_guards()
     backend = "gloo"
     if count <= torch.cuda.device_count():
         torch.cuda.set_device(rank)
