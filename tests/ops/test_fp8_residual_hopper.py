@@ -209,11 +209,27 @@ def test_a_residual_of_the_kernel_before(size: Size, how: tuple[str, str]) -> No
     for _ in range(4):
         expected = by_us(given, how, None, expected)
         torch.cuda.synchronize()
-    for _ in range(20):
+
+    def four() -> Tensor:
         y = first
         for _ in range(4):
             y = by_us(given, how, None, y)
-        assert torch.equal(y, expected)
+        return y
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            assert torch.equal(four(), expected)
+        # Kernels of a graph follow each other without a pause for the host.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = four()
+        for _ in range(20):
+            y.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y, expected)
+    stream.synchronize()
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
