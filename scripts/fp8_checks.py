@@ -77,19 +77,18 @@ def check_rows(kernels: Kernels) -> dict[str, Any]:
         x[1, 3] = 1000 * x[1].float().abs().max()
         for dtype in (E4M3, E5M2):
             for power_of_two in (False, True):
-                for strategy in (1, 2):
-                    q, scale = torch.empty(M, K, device="cuda", dtype=dtype), empty(M)
-                    kernels.quantize(x, q, scale, power_of_two=power_of_two, strategy=strategy)
-                    want, want_scale = rows_of(x, dtype, power_of_two)
-                    wrong["scale"] += int((scale != want_scale[:, 0]).sum())
-                    wrong["q"] += int((q.view(torch.uint8) != want.view(torch.uint8)).sum())
+                q, scale = torch.empty(M, K, device="cuda", dtype=dtype), empty(M)
+                kernels.quantize(x, q, scale, power_of_two=power_of_two)
+                want, want_scale = rows_of(x, dtype, power_of_two)
+                wrong["scale"] += int((scale != want_scale[:, 0]).sum())
+                wrong["q"] += int((q.view(torch.uint8) != want.view(torch.uint8)).sum())
         gamma, beta = (torch.randn(K, device="cuda").to(BF16) for _ in range(2))
         residual = torch.randn(M, K, device="cuda").to(BF16)
         for kind in (0, 1):
-            for strategy, added in ((1, None), (2, None), (0, residual)):
+            for added in (None, residual):
                 out = [torch.empty(M, K, device="cuda", dtype=E4M3), *(empty(M) for _ in range(3))]
                 q, scale, mean, rstd = out
-                fields = {"gamma": gamma, "beta": beta, "power_of_two": 1, "strategy": strategy}
+                fields = {"gamma": gamma, "beta": beta, "power_of_two": 1}
                 total = x
                 if added is not None:
                     total = torch.empty_like(x)

@@ -106,17 +106,14 @@ def time_norm(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[str
     source = [t.clone() for t in target]
     gamma, beta = (torch.ones(K, device="cuda", dtype=BF16) for _ in range(2))
 
-    def norm(kind: int, strategy: int, **fields: Any) -> Callable[[int], Any]:
-        return lambda i: kernels.norm(kind, x[i], [q[i], *rest], strategy=strategy, **fields)
+    def norm(kind: int, **fields: Any) -> Callable[[int], Any]:
+        return lambda i: kernels.norm(kind, x[i], [q[i], *rest], **fields)
 
     runs = {
         "copy": lambda i: target[i].copy_(source[i]),
-        "rms, a block a row": norm(1, 1, gamma=gamma),
-        "rms, rows in turn": norm(1, 2, gamma=gamma),
-        "rms": norm(1, 0, gamma=gamma),
-        "layer with beta, a block a row": norm(0, 1, gamma=gamma, beta=beta),
-        "layer with beta": norm(0, 0, gamma=gamma, beta=beta),
-        "residual, rms": norm(1, 0, gamma=gamma, residual=x[0], sum=torch.empty_like(x[0])),
+        "rms": norm(1, gamma=gamma),
+        "layer with beta": norm(0, gamma=gamma, beta=beta),
+        "residual, rms": norm(1, gamma=gamma, residual=x[0], sum=torch.empty_like(x[0])),
         "quantize": lambda i: kernels.quantize(x[i], q[i], rest[0]),
     }
     return dict(time_all(runs, sets, stream, rounds))

@@ -47,6 +47,7 @@ ROWS_PASSED = (
     "test_values_and_gradients and bfloat16 and gate",
 )
 RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "test_bits")
+ADDED = ("tests/chain/test_linear_add.py", "-k", "product_adds_on_hopper and bfloat16")
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 BOUNDS = ("tests/ops/test_fp8_gate_bound.py", "-k", "bound_is_near")
 GATE_AGAIN = ("tests/ops/test_fp8_gate_bound.py", "-k", "quantized_again")
@@ -91,6 +92,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     REACHING: (_PRODUCT,),
     GPU_LAYERNORM: (("passes_gpu", "bfloat16"),),
     RESIDUAL: (_EIGHT_BITS,),
+    ADDED: (_PRODUCT,),
     LATE_RESIDUAL: (_EIGHT_BITS,),
     GATED_BITS: (_EIGHT_BITS,),
     STORED: (_EIGHT_BITS,),
@@ -590,12 +592,12 @@ MUTATIONS = (
         RESIDUAL,
     ),
     Mutation(
-        "the lower rows of a tile in FP8 get the residual of the upper ones",
+        "the lower rows of a tile get the residual of the upper ones",
         "gpu",
         f"{GEMM_SM90}/multiplier.mojo",
         "box + UInt32(half * SLICE_BYTES)",
         "box",
-        RESIDUAL,
+        ADDED,
     ),
     Mutation(
         "few rows in FP8 get a residual that is still being written",

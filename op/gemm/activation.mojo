@@ -45,9 +45,8 @@ comptime _CDF_0 = 1.59387106
 comptime _CDF_1 = 0.0754147883
 comptime _CDF_2 = -0.000949938622
 comptime _CDF_3 = 8.08569757e-06
-comptime _CDF_END = 42.25
-# Where s is 0 or 1 long since, and the cube of h far from overflow.
-comptime _TANH_END = 1e4
+# Beyond this h^2, s is 0 or 1 long since, and powers of h are far from overflow. p only grows.
+comptime _END = 1e4
 
 
 @always_inline
@@ -74,6 +73,8 @@ def activate[
     Returns:
         Their activations.
     """
+    comptime if narrow and is_gpu() and among == Int(GELU):
+        return h * _narrow_share[Int(GELU)](GELU, h)
     comptime if among >= 0:
         return activate[narrow=narrow](Int32(among), h)
     comptime if among != SMOOTH:
@@ -186,7 +187,7 @@ def _rectified[
 
 @always_inline
 def _narrow_share[
-    dtype: DType, width: Int, //
+    dtype: DType, width: Int, //, only: Int = ANY
 ](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Returns what h is multiplied by, s(h p(h^2)), on a GPU.
 
@@ -204,14 +205,17 @@ def _narrow_share[
         c1 = -LOG2_E * _CDF_1
         c2 = -LOG2_E * _CDF_2
         c3 = -LOG2_E * _CDF_3
-        end = _CDF_END
+        end = _END
     elif kind == GELU_TANH:
         c0 = -LOG2_E * _TANH_LINEAR
         c1 = -LOG2_E * _TANH_CUBIC
-        end = _TANH_END
+        end = _END
     elif kind == QUICK_GELU:
         c0 = -LOG2_E * _QUICK
-    var t = min(h * h, Lanes(end))
+    var t = h * h
+    # A polynomial whose last coefficient is not 0 does without: overflow has the right sign.
+    comptime if only != Int(GELU):
+        t = min(t, Lanes(end))
     var p = t.fma(Lanes(c3), Lanes(c2)).fma(t, Lanes(c1)).fma(t, Lanes(c0))
     comptime assert dtype.is_floating_point(), "must be a floating-point type"
     return reciprocal(1 + exp2(h * p))

@@ -1,18 +1,11 @@
 """Quantizes rows to 8 bits, normalized or not, on a GPU that has products in 8 bits."""
 
-from std.math import align_up
 from std.sys import size_of
 
 from ..call import Call
 from ..device import Gpu
-from ..rows.launch import (
-    PERSISTENT_THREADS,
-    can_vectorize,
-    launch_persistent,
-    launch_rows,
-)
+from ..rows.launch import launch_rows
 from ..rows.operands import Operands, accumulator
-from ..rows.program import RowProgram
 from ..rows.programs.quantize import (
     NormQuantize,
     NormQuantizeBlocks,
@@ -22,9 +15,6 @@ from ..rows.scales import POWER_OF_TWO
 from ..rows.types import E4M3, E5M2
 from .gpu import GpuRunner
 from .normalize import affine_operands, fold_modulation
-
-# Loads of a row that a thread of a persistent kernel has, of 16 bytes each.
-comptime _TILE = 4
 
 
 def run_normalize_quantized[
@@ -60,15 +50,13 @@ def run_normalize_quantized[
             if call.residual != 0:
                 launch_rows[NormQuantizeBlocks[True], dtype, ftype](gpu, rows)
             else:
-                _launch[NormQuantizeBlocks[], dtype, ftype](
-                    gpu, rows, call.strategy
-                )
+                launch_rows[NormQuantizeBlocks[], dtype, ftype](gpu, rows)
         else:
             raise Error("norms with scales of blocks take features of x's type")
     elif call.residual != 0:
         launch_rows[NormQuantize[True], dtype, ftype](gpu, rows)
     else:
-        _launch[NormQuantize[], dtype, ftype](gpu, rows, call.strategy)
+        launch_rows[NormQuantize[], dtype, ftype](gpu, rows)
 
 
 def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:
@@ -89,9 +77,7 @@ def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:
     _name_rows(rows, call)
     comptime for eight_bits in [E4M3, E5M2]:
         if call.eight_bits == Int(eight_bits):
-            _launch[Quantize[eight_bits], dtype, dtype](
-                gpu, rows, call.strategy
-            )
+            launch_rows[Quantize[eight_bits], dtype, dtype](gpu, rows)
 
 
 def _name_rows(mut rows: Operands, call: Call):
@@ -99,24 +85,3 @@ def _name_rows(mut rows: Operands, call: Call):
     rows.outputs[0] = Int64(call.z)
     if call.power_of_two != 0:
         rows.kind |= POWER_OF_TWO
-
-
-def _launch[
-    P: RowProgram, dtype: DType, ftype: DType
-](gpu: Gpu, rows: Operands[accumulator[dtype]()], strategy: Int) raises:
-    """Launches blocks that go on to further rows, which load the next one meanwhile, where there are enough rows."""
-    comptime vector = 16 // size_of[dtype]()
-    var loads = Int(rows.length) // vector
-    var threads = align_up((loads + _TILE - 1) // _TILE, 32)
-    var together = gpu.processors * max(1, PERSISTENT_THREADS // threads)
-    # Wider features take the registers of the next row.
-    comptime if size_of[ftype]() == size_of[dtype]():
-        # 1 and 2 are for measurements.
-        if strategy != 1 and (strategy == 2 or Int(rows.rows) >= 2 * together):
-            if (
-                can_vectorize[dtype](rows)
-                and loads <= PERSISTENT_THREADS * _TILE
-            ):
-                _ = launch_persistent[P, dtype, ftype, vector, _TILE](gpu, rows)
-                return
-    launch_rows[P, dtype, ftype](gpu, rows)

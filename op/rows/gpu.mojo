@@ -230,9 +230,18 @@ def _resident_row[
     var totals = Terms[accumulator[dtype](), 1](fill={})
     comptime for p in range(P.passes + 1):
         var sums = P.identities[accumulator[dtype](), 1]()
-        reader.take[p](operands, index, start, step, totals, sums, columns)
-        comptime if _reduces[P](p):
-            _reduce[P, p, shape](reader.row, sums, totals, shared, flip)
+        comptime if P.is_optional(p):
+            if P.needs[p](reader.row):
+                reader.take[p](
+                    operands, index, start, step, totals, sums, columns
+                )
+                _reduce[P, p, shape](reader.row, sums, totals, shared, flip)
+            else:
+                P.finish[p](reader.row, totals)
+        else:
+            reader.take[p](operands, index, start, step, totals, sums, columns)
+            comptime if _reduces[P](p):
+                _reduce[P, p, shape](reader.row, sums, totals, shared, flip)
     if start == 0:
         _store_results[P](operands, index, totals)
 

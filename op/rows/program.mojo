@@ -113,6 +113,43 @@ trait RowProgram:
         return max(share, 1)
 
     @staticmethod
+    def is_optional(pass_index: Int) -> Bool:
+        """Returns whether a pass may not be needed, as `needs` says.
+
+        Args:
+            pass_index: The pass.
+
+        Returns:
+            Whether all of its stages are optional.
+        """
+        var found = pass_index < Self.passes
+        comptime for i in range(Self.stages):
+            if Self.pass_of(i) == pass_index and not Self.Stages[i].optional:
+                found = False
+        return found
+
+    @staticmethod
+    @always_inline
+    def needs[dtype: DType, //, pass_index: Int](row: Row[dtype]) -> Bool:
+        """Returns whether a pass has terms that are needed.
+
+        Parameters:
+            dtype: The type computed in.
+            pass_index: The pass.
+
+        Args:
+            row: The row.
+
+        Returns:
+            Whether a stage needs them.
+        """
+        var found = False
+        comptime for i in range(Self.stages):
+            comptime if Self.pass_of(i) == pass_index:
+                found |= Self.Stages[i].needs_terms(row)
+        return found
+
+    @staticmethod
     @always_inline
     def visit[
         dtype: DType, width: Int, //, pass_index: Int

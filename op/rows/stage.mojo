@@ -18,6 +18,24 @@ trait Stage:
     comptime share: Int = 1
     """Of how much of a row the totals may be estimates: its first 1 / `share`. A later stage corrects what comes of
     that, up to roundings that grow with the root of `share`."""
+    comptime optional: Bool = False
+    """Whether there may be rows whose terms are not needed, as `needs_terms` says."""
+
+    @staticmethod
+    @always_inline
+    def needs_terms[dtype: DType, //](row: Row[dtype]) -> Bool:
+        """Returns whether `finish` needs the terms of a row, or may get zeros: the same for all rows of a call.
+
+        Parameters:
+            dtype: The type computed in.
+
+        Args:
+            row: The row.
+
+        Returns:
+            Whether.
+        """
+        return True
 
     @staticmethod
     @always_inline

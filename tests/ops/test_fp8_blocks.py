@@ -110,7 +110,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
     @pytest.mark.parametrize("rounds", [False, True])
     def test_norms(self, normalization: str, rounds: bool) -> None:
-        """A block a warp, a larger one, rows in turn; each length once with a residual."""
+        """A warp a row, a block a row, and longer ones; each length once with a residual."""
         for M, K in [(40, 272), (333, 144), (8192, 4096), (7, 16), (64, 14336), (20, 16384)]:
             x, gamma, beta = matrix(M, K, scale=3.0), matrix(K), matrix(K)
             x[0] = 0

@@ -221,8 +221,6 @@ def consume[
                     at, previous, gathered, progress, blocks, not is_first
                 )
                 comptime if E.adds_last:
-                    # All slots of this tile have to be full before the other consumer takes its own: what it waits for
-                    # tells rounds of a slot apart only if the one before is over.
                     addend = multiplier.addend(at)
                 if index - tiles.step < tiles.end:
                     multiplier.ping_pong_arrive()

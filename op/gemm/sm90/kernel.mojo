@@ -106,9 +106,10 @@ def matrix_kernel[
         or E.adds
         or E.adds_last
     )
-    # What is added last waits in the ring, after the k blocks of its tile.
+    # What is added last waits in the ring, after the k blocks of its tile, for consumers that share it.
     comptime assert not E.adds_last or not (
-        config.split
+        config.ping_pong
+        or config.split
         or config.adds
         or config.parts != WHOLE
         or E.adds

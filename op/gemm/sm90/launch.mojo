@@ -86,7 +86,7 @@ def launch_product[
         # A box of a gate's c takes twice its columns.
         comptime if not (E.is_gate and config.columns < NARROWEST_GATE) and (
             i < COMMON_SHAPES or not (E.activates or dtype == DType.float32)
-        ):
+        ) and not (E.adds_last and shape.ping_pong):
             if (
                 tiling.columns == config.columns
                 and tiling.ping_pong == config.ping_pong

@@ -255,6 +255,7 @@ struct Tiling(TrivialRegisterPassable):
         *,
         invariant: Bool = False,
         common: Bool = False,
+        shared: Bool = False,
     ) -> Self:
         """Chooses the shape that takes the fewest cycles.
 
@@ -267,6 +268,7 @@ struct Tiling(TrivialRegisterPassable):
             invariant: Whether sums have to run in the same order for any m.
                 They do in tiles of every shape: k block after k block.
             common: Whether only the shapes that every product has are there.
+            shared: Whether consumers have to share each tile.
 
         Returns:
             The choice.
@@ -278,6 +280,8 @@ struct Tiling(TrivialRegisterPassable):
         comptime for i in range(len(SHAPES)):
             comptime shape = SHAPES[i]
             if shape.columns < narrowest or (common and i >= COMMON_SHAPES):
+                continue
+            if shared and shape.ping_pong:
                 continue
             var cycles = _cycles[shape](m, n, k, processors)
             if cycles < least:

@@ -7,8 +7,8 @@ LayerNorm's mean is computed twice. First as the mean of x minus the row's first
 gives exactly zero. The mean of the result v corrects its rounding: it is subtracted from v and from the variance,
 so that rows far from zero lose nothing.
 
-RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` selects. That costs
-RMSNorm one more reduction in registers, while the kernel waits for memory.
+RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` selects: without a mean, the
+first pass is left out.
 """
 
 from ...norms.layer_norm import LayerNorm
@@ -31,6 +31,13 @@ def _mean[
 
 struct _CenterIfAsked(Stage):
     """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean, where rows are centered."""
+
+    comptime optional = True
+
+    @staticmethod
+    @always_inline
+    def needs_terms[dtype: DType, //](row: Row[dtype]) -> Bool:
+        return row.kind & RMS_NORM == 0
 
     @staticmethod
     @always_inline
