@@ -365,18 +365,6 @@ def test_far_from_zero(dtype, rms, device):
 
 
 @every_device
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("K", [100, 769, 1024, 5001])
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_first_elements_unlike_the_rest(dtype, K, rms, device):
-    """Of which a first mean may be estimated."""
-    case = Case((20, K), dtype, device, rms=rms)
-    case.x.copy_(case.x.sort(-1).values)
-    case.x[:10, : K // 8] -= 1000
-    check_forward(case)
-
-
-@every_device
 def test_rows_of_equal_elements(device):
     case = Case((5, 769), torch.float32, device, residual=True, affine="b")
     case.x.fill_(0.1)
