@@ -1,7 +1,7 @@
 """Prints activations as a product that stores 8 bits computes them: mojo run activations.mojo KIND BITS...
 
-The numbers are given and printed as their bits in float32: what a GPU makes of one, then what each choice does that
-leaves out other kinds.
+The numbers are given and printed as their bits in float32: what a GPU makes of one, the same where it knows the kind,
+then what each choice does that leaves out other kinds.
 """
 
 from std.memory import bitcast
@@ -22,6 +22,9 @@ def main() raises:
                 var h = bitcast[DType.float32](word)
                 print(
                     bitcast[DType.uint32](h * _narrow_share[width=1](kind, h)),
+                    bitcast[DType.uint32](
+                        h * _narrow_share[width=1, only=own](kind, h)
+                    ),
                     bitcast[DType.uint32](activate[width=1](kind, h)),
                     bitcast[DType.uint32](activate[width=1, among=own](-1, h)),
                     bitcast[DType.uint32](
