@@ -84,10 +84,17 @@ def norm_qkv(
     (q, k, v), *extras = _parted(norm_linear(x, tuple(weights), biases, **norm), norm)
     heads = [t.unflatten(-1, (-1, head_dim)) for t in (q, k, v)]
     eps = own_eps(x.dtype) if qk_eps is None else float(qk_eps)
-    for place, gamma in enumerate((q_norm, k_norm)):
-        rotation = Rotation(gamma is not None, eps, float(qk_weight_offset), interleaved, is_half)
-        if gamma is not None or rotary is not None:
-            heads[place] = rotary_ops.call(Heads(heads[place], gamma, *angles), rotation)
+    options = (eps, float(qk_weight_offset), interleaved, is_half)
+    calls = [
+        (Heads(x, gamma, *angles), Rotation(gamma is not None, *options))
+        for x, gamma in zip(heads, (q_norm, k_norm), strict=False)
+    ]
+    if (q_norm is not None and k_norm is not None) or (q_norm is k_norm and rotary is not None):
+        heads[:2] = rotary_ops.call_both(calls[0][0], calls[1][0], calls[0][1])
+    else:
+        for place, (t, rotation) in enumerate(calls):
+            if t.gamma is not None or rotary is not None:
+                heads[place] = rotary_ops.call(t, rotation)
     return (*(t.transpose(-3, -2) for t in heads), *extras)
 
 

@@ -11,6 +11,7 @@ FIELDS = (
     *("is_interleaved", "is_normalized", "eps", "weight_offset"),
     *("gamma_is_float32", "angles_are_float32"),
     *("x", "gamma", "cos", "sin", "y", "dy", "dx", "parts", "dgamma"),
+    *("second_heads", "second_pitch", "second_x", "second_gamma", "second_y"),
 )
 NUMBERS = ("eps", "weight_offset")
 

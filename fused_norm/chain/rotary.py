@@ -51,6 +51,22 @@ def _go_with(cos: Tensor, sin: Tensor | None, x: Tensor, size: int) -> bool:
     return bool(x.shape[:-2].numel() % cos.shape[0] == 0)
 
 
+def serves_both(t: Heads, second: Heads, rotation: Rotation) -> bool:
+    """Return whether a kernel computes two calls with the same angles at once.
+
+    Args:
+        t: The tensors of one.
+        second: Those of the other: its cos and sin are not read.
+        rotation: How heads of both are rotated.
+    """
+    x, other, gammas = t.x, second.x, (t.gamma, second.gamma)
+    if x.shape[:-2] != other.shape[:-2] or x.shape[-1] != other.shape[-1]:
+        return False
+    if x.dtype is not other.dtype or len({g.dtype for g in gammas if g is not None}) > 1:
+        return False
+    return serves(t, rotation) and serves(second._replace(cos=t.cos, sin=t.sin), rotation)
+
+
 def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool:
     """Return whether there is a kernel for heads.
 
@@ -105,6 +121,28 @@ def forward(t: Heads, rotation: Rotation) -> Tensor:
     return y
 
 
+def forward_both(t: Heads, second: Heads, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return two tensors of heads, normalized and rotated with the same angles, by one launch.
+
+    Args:
+        t: The tensors of the first, as for `forward`.
+        second: Those of the second: its cos and sin are not read.
+        rotation: How heads of both are rotated.
+    """
+    y, second_y = (v.new_empty(v.shape) for v in (t.x, second.x))
+    _run(
+        t,
+        rotation,
+        y=y,
+        second_heads=second.x.shape[-2],
+        second_pitch=pitch_of(second.x),
+        second_x=second.x,
+        second_gamma=second.gamma,
+        second_y=second_y,
+    )
+    return y, second_y
+
+
 def backward(
     dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -119,15 +157,15 @@ def backward(
     x = t.x
     dx, dgamma = x.new_empty(x.shape), None
     if wants_gamma:
-        dgamma = x.new_empty((_parts(x), x.shape[-1]), dtype=statistics_dtype(x.dtype))
+        dgamma = x.new_empty((_parts(x, 0), x.shape[-1]), dtype=statistics_dtype(x.dtype))
     _run(t, rotation, dy=dy, dx=dx, dgamma=dgamma)
     if dgamma is None or t.gamma is None:
         return dx, None
     return dx, dgamma.sum(0).to(t.gamma.dtype)
 
 
-def _parts(x: Tensor) -> int:
-    heads, most = x.numel() // x.shape[-1], _MOST_PARTS
+def _parts(x: Tensor, second_heads: int) -> int:
+    heads, most = x.shape[:-2].numel() * (x.shape[-2] + second_heads), _MOST_PARTS
     if x.is_cuda:
         most = _MULTIPROCESSOR_PARTS * _multiprocessors(x.device.index or 0)
     return min(-(-heads // _PART_HEADS), most)
@@ -156,10 +194,11 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
         is_normalized=rotation.is_normalized,
         eps=rotation.eps,
         weight_offset=rotation.weight_offset,
-        parts=_parts(x),
+        parts=_parts(x, fields.get("second_heads", 0)),
     )
-    if t.gamma is not None:
-        record.gamma_is_float32 = t.gamma.dtype is torch.float32
+    for gamma in (t.gamma, fields.get("second_gamma")):
+        if gamma is not None:
+            record.gamma_is_float32 = gamma.dtype is torch.float32
     if t.cos is not None:
         record.positions, record.angles = t.cos.shape
         record.angles_are_float32 = t.cos.dtype is torch.float32

@@ -46,6 +46,17 @@ class Rotary:
     is_transposed: bool = False
     norm: Norm | None = None
 
+    @property
+    def has_heads_first(self) -> bool:
+        """Whether the root has shape [batch, heads, rows, elements], judging by its cosines."""
+        own = tuple(shape(self.cos))
+        return self.is_transposed or len(own) < 3 or not are_same(own[-2], 1)
+
+    def operands(self) -> list[Any]:
+        """Return what is read, once the base is set."""
+        gamma = None if self.norm is None else self.norm.gamma
+        return [v for v in (self.base, self.cos, self.sin, gamma) if v is not None]
+
 
 def find_rotary(total: Node) -> Rotary | None:
     """Return the rotation that ends in a sum, None for other sums.

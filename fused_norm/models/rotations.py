@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,6 +18,7 @@ from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import is_plain_sum
 from fused_norm.models.norms import module_path
 from fused_norm.models.rotary_forms import Rotary, climb, find_rotary
+from fused_norm.models.rotary_pairs import place_of_both
 from fused_norm.models.sites import ROTARY, Site
 from fused_norm.models.values import (
     are_same,
@@ -25,47 +29,93 @@ from fused_norm.models.values import (
     shape,
     value,
 )
-from fused_norm.ops.rotary import rotate_heads
+from fused_norm.ops.rotary import rotate_both, rotate_heads
 
 # Below this many elements, code from PyTorch's compiler finishes before a call of ours starts.
 _LEAST_ELEMENTS = 1 << 17
 
 
+@dataclass
+class _Found:
+    """A rotation that a kernel computes, and its site."""
+
+    r: Rotary
+    site: Site
+
+
 def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -> list[Site]:
-    """Emit a call for each rotation; return their sites.
+    """Emit a call for each rotation, or for two by the same angles; return their sites.
 
     Args:
         emitter: Adds nodes to the graph.
         small: Whether to fuse even rotations of few elements.
         keeps_rounding: Whether the model's intermediate rounding is kept.
     """
-    sites = []
+    sites: list[Site] = []
+    # Rotations whose angles another one may share.
+    waiting: list[_Found] = []
     for node in list(emitter.graph.nodes):
-        # A rotation's input may be another's result: it is found once that is a call.
-        rotation = find_rotary(node) if not node._erased and is_plain_sum(node) else None
-        if rotation is None:
+        r = _rotary_at(node)
+        if r is None:
             continue
-        emitter.made.clear()
-        site = Site(module_path(rotation.root), ROTARY).describe(value(rotation.x))
+        inputs = [each for each in waiting if each.r.root in {*r.operands(), *r.inner}]
+        if inputs:
+            # It is found once its input is a call.
+            for each in inputs:
+                waiting.remove(each)
+                _fuse([each], each.r.root, emitter, small)
+            r = _rotary_at(node)
+        if r is None:
+            continue
+        found = _Found(r, Site(module_path(r.root), ROTARY).describe(value(r.x)))
+        sites.append(found.site)
         try:
-            climb(rotation)
-            _check(rotation, emitter.flow, small, keeps_rounding)
-            _put(rotation, emitter, site)
+            _check(r, emitter.flow, keeps_rounding)
         except Left as left:
-            emitter.forget()
-            site.reason = str(left)
-        sites.append(site)
+            found.site.reason = str(left)
+            continue
+        for each in waiting:
+            place = place_of_both(each.r, r, emitter.flow)
+            if place is not None and _fuse([each, found], place, emitter, small):
+                waiting.remove(each)
+                break
+        else:
+            waiting.append(found)
+    for each in waiting:
+        _fuse([each], each.r.root, emitter, small)
     return sites
 
 
-def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> None:
+def _rotary_at(node: Node) -> Rotary | None:
+    """Return the rotation that ends in a node, with its base."""
+    r = find_rotary(node) if not node._erased and is_plain_sum(node) else None
+    if r is not None:
+        climb(r)
+    return r
+
+
+def _fuse(found: list[_Found], place: Node, emitter: Emitter, small: bool | None) -> bool:
+    """Emit one call for rotations, unless a reason against that is noted; return whether it is."""
+    emitter.made.clear()
+    try:
+        if not small and sum(count(value(each.r.base)) for each in found) < _LEAST_ELEMENTS:
+            raise Left("PyTorch's ops are faster for a call this small")
+        _put(found, place, emitter)
+    except Left as left:
+        emitter.forget()
+        for each in found:
+            each.site.reason = str(left)
+        return False
+    return True
+
+
+def _check(r: Rotary, flow: Flow, keeps_rounding: bool) -> None:
     """Raise the first reason against fusing a rotation.
 
     Raises:
         Left: If there is one.
     """
-    base, gamma = r.base, None if r.norm is None else r.norm.gamma
-    operands = [v for v in (base, r.cos, r.sin, gamma) if v is not None]
+    base, operands = r.base, r.operands()
     if not isinstance(base, Node) or not all(is_plain(value(v)) for v in operands):
         raise Left("a tensor subclass has ops of its own")
     size, rotated = shape(base)[-1], shape(r.cos)[-1]
@@ -79,8 +129,6 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
     inner = [node for node in r.inner if is_tensor(node)]
     if keeps_rounding and any(dtype(node).itemsize < 4 for node in inner):
         raise Left("the model rounds in between")
-    if count(x) < _LEAST_ELEMENTS and not small:
-        raise Left("PyTorch's ops are faster for a call this small")
     _check_angles(r)
     if any(value(v).requires_grad for v in (r.cos, r.sin)):
         raise Left("gradients of cosines are wanted")
@@ -103,45 +151,68 @@ def _check_angles(r: Rotary) -> None:
     own, other = ((1,) * (4 - len(shape(v))) + tuple(shape(v)) for v in (r.cos, r.sin))
     if not are_same(own, other):
         raise Left("cosines and sines differ in shape")
-    x, place = tuple(shape(r.root)), 2 if _has_heads_first(r) else 1
+    x, place = tuple(shape(r.root)), 2 if r.has_heads_first else 1
     if not are_same(own[place], x[place]) or not are_same(own[3 - place], 1):
         raise Left("cosines are not those of rows")
     if not (are_same(own[0], 1) or are_same(own[0], x[0])):
         raise Left("cosines are not those of rows")
 
 
-def _has_heads_first(r: Rotary) -> bool:
-    """Return whether the root has shape [batch, heads, rows, elements], judging by its cosines."""
-    own = tuple(shape(r.cos))
-    return r.is_transposed or len(own) < 3 or not are_same(own[-2], 1)
-
-
-def _put(r: Rotary, emitter: Emitter, site: Site) -> None:
+def _put(found: list[_Found], place: Node, emitter: Emitter) -> None:
     """Emit the call into the graph, and remove the nodes that it replaces.
 
     Raises:
-        Left: If its result would have another memory layout.
+        Left: If a result would have another memory layout.
     """
-    norm, root = r.norm, r.root
-    emit = partial(emitter.emit, root)
-    with emitter.graph.inserting_before(root):
-        cos, sin = (emit(torch.reshape, v, (-1, shape(v)[-1])) for v in (r.cos, r.sin))
-        turns = _has_heads_first(r)
-        x = emit(torch.transpose, r.base, 1, 2) if turns and not r.is_transposed else r.base
-        gamma, eps, offset = (
-            (None, 0.0, 0.0) if norm is None else (norm.gamma, norm.eps, norm.offset)
-        )
-        options = (norm is not None, float(eps), float(offset), r.is_interleaved)
-        y = emit(rotate_heads, x, gamma, cos, sin, *options)
-        if turns:
-            y = emit(torch.transpose, y, 1, 2)
-        if not have_same_strides(value(y), value(root)):
-            y = emit("contiguous", y)
-    one, two = value(y), value(root)
+    first = found[0].r
+    emit = partial(emitter.emit, place)
+    with emitter.graph.inserting_before(place):
+        angles = [emit(torch.reshape, v, (-1, shape(v)[-1])) for v in (first.cos, first.sin)]
+        tensors = [each for one in found for each in _heads(one.r, emit)]
+        eps, offset = (0.0, 0.0) if first.norm is None else (first.norm.eps, first.norm.offset)
+        options = (first.norm is not None, float(eps), float(offset), first.is_interleaved)
+        if len(found) == 1:
+            ys = [emit(rotate_heads, *tensors, *angles, *options)]
+        else:
+            both = emit(rotate_both, *tensors, *angles, *options)
+            ys = [emit(operator.getitem, both, i) for i in range(2)]
+        results = [_as_root(one.r, y, emit) for one, y in zip(found, ys, strict=True)]
+    name = ("rotary" if len(found) == 1 else "rotary of both") + (
+        "" if first.norm is None else ": rms_norm"
+    )
+    for one, y in zip(found, results, strict=True):
+        site, root = one.site, one.r.root
+        site.calls, site.implementation, site.reason = [name], "kernels", ""
+        if len(found) == 1:
+            emitter.replace(root, y, one.r.inner, emitter.made, site)
+            continue
+        emitter.replace(root, y, one.r.inner, [y], site)
+        # One launch writes both results, and counts at the first.
+        site.bytes_saved -= count(value(y)) * dtype(y).itemsize
+        site.ops_after = int(one is found[0])
+
+
+def _heads(r: Rotary, emit: Callable[..., Node]) -> tuple[Node, Node | None]:
+    """Emit the heads of a rotation, after rows, and return them and the weight of their norm."""
+    turns = r.has_heads_first and not r.is_transposed
+    x = emit(torch.transpose, r.base, 1, 2) if turns else r.base
+    return x, None if r.norm is None else r.norm.gamma
+
+
+def _as_root(r: Rotary, y: Node, emit: Callable[..., Node]) -> Node:
+    """Emit what turns a call's result into that of a rotation.
+
+    Raises:
+        Left: If it would have another memory layout.
+    """
+    if r.has_heads_first:
+        y = emit(torch.transpose, y, 1, 2)
+    if not have_same_strides(value(y), value(r.root)):
+        y = emit("contiguous", y)
+    one, two = value(y), value(r.root)
     if one.dtype is not two.dtype or not are_same(one.shape, two.shape):
         raise Left("a result of another kind")
     if not have_same_strides(one, two):
         raise Left("a result with another memory layout")
     one.requires_grad_(two.requires_grad)
-    site.calls, site.implementation = ["rotary" if norm is None else "rotary: rms_norm"], "kernels"
-    emitter.replace(root, y, r.inner, emitter.made, site)
+    return y

@@ -33,7 +33,7 @@ def _rotary(call: RotaryPointer) raises:
 
 
 def _rotary_elements(call: RotaryCall) -> Int:
-    return call.units() * call.D
+    return (call.units() + call.second_units()) * call.D
 
 
 @export

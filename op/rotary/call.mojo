@@ -59,14 +59,41 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     """In how many parts the heads are divided, in order."""
     var dgamma: Int
     """What each part adds to the gradient of gamma [parts, D], in the type of sums; 0 where it is not wanted."""
+    var second_heads: Int
+    """Heads of a row of a second tensor with the same rows and angles, such as keys; 0 for none, and in a backward."""
+    var second_pitch: Int
+    """Elements from one row of it to the next."""
+    var second_x: Int
+    """Its heads [M, second_heads, D]."""
+    var second_gamma: Int
+    """Weight of its norm [D], of the type of gamma; 0 for ones."""
+    var second_y: Int
+    """Its result [M, second_heads, D]."""
 
     def units(self) -> Int:
-        """Counts the heads of all rows.
+        """Counts the heads of all rows of x.
 
         Returns:
             Their number.
         """
         return self.M * self.heads
+
+    def second_units(self) -> Int:
+        """Counts those of the second tensor.
+
+        Returns:
+            Their number.
+        """
+        return self.M * self.second_heads
+
+    @always_inline
+    def turn_to_second(mut self):
+        """Makes the second tensor the first."""
+        self.heads = self.second_heads
+        self.pitch = self.second_pitch
+        self.x = self.second_x
+        self.gamma = self.second_gamma
+        self.y = self.second_y
 
     @always_inline
     def start_of(self, unit: Int) -> Int:

@@ -27,6 +27,10 @@ def run_rotary[dtype: DType](call: RotaryCall):
         call.y if call.dy == 0 else call.dx,
         call.units() * call.D * size_of[dtype](),
     )
+    if call.second_heads > 0:
+        prefer_large_pages(
+            call.second_y, call.second_units() * call.D * size_of[dtype]()
+        )
     var team = Team(call.context, call.threads)
     if call.dy == 0:
         team.run(_forward_part[dtype], call.parts, job)
@@ -73,12 +77,26 @@ def _angles[
 
 
 def _forward_part[dtype: DType](data: Data, part: Int):
-    """Computes y of the heads of a part."""
-    comptime accum = accumulator[dtype]()
+    """Computes y of the heads of a part, those of the second tensor after those of the first."""
     ref call = data.unsafe_bitcast[RotaryCall]()[]
+    var units = call.units()
+    var size = ceildiv(units + call.second_units(), call.parts)
+    var begin = part * size
+    var end = begin + size
+    _forward_heads[dtype](call, begin, min(end, units))
+    if end > units and call.second_heads > 0:
+        var second = call
+        second.turn_to_second()
+        _forward_heads[dtype](
+            second, max(begin - units, 0), min(end - units, second.units())
+        )
+
+
+def _forward_heads[dtype: DType](call: RotaryCall, begin: Int, end: Int):
+    """Computes y of some heads."""
+    comptime accum = accumulator[dtype]()
     var interleaved = call.is_interleaved != 0
-    var size = ceildiv(call.units(), call.parts)
-    for unit in range(part * size, min((part + 1) * size, call.units())):
+    for unit in range(begin, end):
         var start = unit * call.D
         var own = call.start_of(unit)
         var row = unit // call.heads

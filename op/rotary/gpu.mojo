@@ -78,23 +78,27 @@ def _launch[
 ](gpu: Gpu, call: RotaryCall, lanes: Int) raises:
     comptime kernel = rotary_kernel[dtype, backward]
     var compiled = gpu.context.compile_function[kernel]()
-    var blocks = ceildiv(_shares(call, _SHARE[backward]), THREADS // lanes)
+    comptime share = _SHARE[backward]
+    var groups = THREADS // lanes
+    var blocks = ceildiv(_shares(call.M, call.heads, share), groups)
     if call.dgamma != 0:
         blocks = call.parts
     gpu.stream.enqueue_function(
         compiled,
         call,
         Int32(lanes),
-        grid_dim=blocks,
+        Int32(blocks),
+        grid_dim=blocks
+        + ceildiv(_shares(call.M, call.second_heads, share), groups),
         block_dim=THREADS,
         attributes=pdl_attributes(),
     )
 
 
 @always_inline
-def _shares(call: RotaryCall, share: Int) -> Int:
+def _shares(rows: Int, heads: Int, share: Int) -> Int:
     """Counts the times that a group of lanes has heads: `share` of one row together, or what is left of it."""
-    return call.M * ceildiv(call.heads, share)
+    return rows * ceildiv(heads, share)
 
 
 @always_inline
@@ -110,27 +114,47 @@ def _sum_of_lanes[
     return sum
 
 
-def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
+def rotary_kernel[
+    dtype: DType, backward: Bool
+](given: RotaryCall, lanes: Int32, blocks: Int32):
     """Normalizes and rotates heads, or computes the gradient of that.
 
-    Grid: (heads of all rows) / share / (THREADS / lanes); where a gradient of gamma is wanted, parts of the heads.
-    Block: THREADS threads, `lanes` of them for some heads of one row.
+    Grid: (heads of all rows) / share / (THREADS / lanes) of x, then of the second tensor; where a gradient of gamma
+    is wanted, parts of the heads. Block: THREADS threads, `lanes` of them for some heads of one row.
 
     Parameters:
         dtype: The type of x, y and their gradients.
         backward: Whether the gradient is computed.
 
     Args:
-        call: The heads.
+        given: The heads.
         lanes: Lanes of a head.
+        blocks: How many blocks have heads of x.
     """
+    pdl_wait()
+    pdl_trigger()
+    var block = Int(block_idx.x)
+    comptime if backward:
+        # No copy: it would take registers that two blocks at once have not.
+        _compute[dtype, True](given, lanes, block)
+    else:
+        var call = given
+        if block >= Int(blocks):
+            block -= Int(blocks)
+            call.turn_to_second()
+        _compute[dtype, False](call, lanes, block)
+
+
+@always_inline
+def _compute[
+    dtype: DType, backward: Bool
+](call: RotaryCall, lanes: Int32, block: Int):
+    """Computes what one block of those of a tensor does."""
     comptime accum = accumulator[dtype]()
     comptime width = width_of[dtype]()
     comptime bytes = width * size_of[dtype]()
     comptime share = _SHARE[backward]
     comptime Raw = Pair[dtype, width]
-    pdl_wait()
-    pdl_trigger()
     var output = call.dx if backward else call.y
     var lane = Int(thread_idx.x) % Int(lanes)
     var group = Int(thread_idx.x) // Int(lanes)
@@ -142,12 +166,12 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
     if has_pair and call.is_normalized != 0:
         g = gamma_of[dtype, accum, width, bytes](call, places)
     var shares_of_row = ceildiv(call.heads, share)
-    var shares = _shares(call, share)
+    var shares = _shares(call.M, call.heads, share)
     # A block has one share for each group of its lanes; or those of its part, where it adds up over them.
     var size = groups
     if call.dgamma != 0:
         size = ceildiv(shares, Int(grid_dim.x))
-    var first = Int(block_idx.x) * size
+    var first = block * size
     var last = min(first + size, shares)
     for begin in range(first, last, groups):
         var its_share = begin + group

@@ -25,16 +25,16 @@ GATED = SIZES | {"intermediate_size": 96, "num_key_value_heads": 1, "pad_token_i
 # Halves; with norms of heads, before and after they change places with rows; of the first elements,
 # of neighbors; in float32, and cosines repeated.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "Llama": (GATED, "rotary"),
-    "Qwen3": (GATED | {"head_dim": 32}, "rotary: rms_norm"),
-    "Gemma3": (GATED | {"head_dim": 32}, "rotary: rms_norm"),
-    "GPTNeoX": (SIZES | {"intermediate_size": 96, "rotary_pct": 0.5}, "rotary"),
+    "Llama": (GATED, "rotary of both"),
+    "Qwen3": (GATED | {"head_dim": 32}, "rotary of both: rms_norm"),
+    "Gemma3": (GATED | {"head_dim": 32}, "rotary of both: rms_norm"),
+    "GPTNeoX": (SIZES | {"intermediate_size": 96, "rotary_pct": 0.5}, "rotary of both"),
     "GPTJ": (
         {"n_embd": 64, "n_layer": 1, "n_head": 2, "rotary_dim": 16, "vocab_size": 61},
-        "rotary",
+        "rotary of both",
     ),
-    "Glm": (GATED | {"head_dim": 32}, "rotary"),
-    "Cohere": (GATED, "rotary"),
+    "Glm": (GATED | {"head_dim": 32}, "rotary of both"),
+    "Cohere": (GATED, "rotary of both"),
 }
 IDS = torch.arange(14).reshape(2, 7)
 

@@ -313,9 +313,9 @@ class Attention:
             x,
             weights,
             head_dim=64,
-            **{"q_norm": q_norm, "k_norm": k_norm, "rotary": self.rotary},
-            **{"normalization": "rms_norm", "norm_weight": g, "eps": 1e-6},
-            **options,
+            **{"q_norm": q_norm, "k_norm": k_norm, "rotary": self.rotary}
+            | {"normalization": "rms_norm", "norm_weight": g, "eps": 1e-6}
+            | options,
         )
 
     def theirs(self, x: Tensor, g: Tensor, *rest: Tensor) -> list[Tensor]:
