@@ -117,7 +117,7 @@ def test_where_few_rows_are_added(rows: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One product, rounded once, and the pass that uses the same plan."""
     if torch.cuda.get_device_capability() != (9, 0):
