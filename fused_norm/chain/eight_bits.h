@@ -99,13 +99,35 @@ struct Quantized {
   Scaled plain, transposed;
 };
 
-// Memory for the maxima of a matrix's columns, and of its rows for `plain`; or for the single maximum.
-inline Tensor room_for_maxima(
-    const Tensor& v, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
-  const int64_t count = cast.by_row() ? K + (plain ? v.size(0) : 0) : 1;
+// Memory for the maxima of matrices, zeros: one launch makes that of all that are expected.
+class Rooms {
+ public:
+  // A matrix [M, K] that `quantized` may need maxima of, with or without its transpose.
+  void expect(int64_t M, int64_t K, const Cast& cast, bool transposed) {
+    if (!cast.by_block() && (transposed || !cast.by_row())) expected_ += elements(M, K, cast, true);
+  }
+
+  // For the maxima of columns, and of rows for `plain`; or for the single maximum.
+  Tensor take(
+      const Tensor& like, int64_t M, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
+    const int64_t each = elements(M, K, cast, plain), count = matrices * each;
+    const Shape shape{matrices, each};
+    if (!all_.defined() && count <= expected_) all_ = zeros(Shape{expected_}, like);
+    if (!all_.defined() || used_ + count > all_.numel()) return zeros(shape, like);
+    used_ += count;
+    return all_.viewed(shape, Shape{each, 1}, used_ - count);
+  }
+
+ private:
   // A maximum takes the bits of two elements, and kernels read four maxima together.
-  return zeros(Shape{matrices, 2 * ((count + 3) / 4 * 4)}, v);
-}
+  static int64_t elements(int64_t M, int64_t K, const Cast& cast, bool plain) {
+    const int64_t count = cast.by_row() ? K + (plain ? M : 0) : 1;
+    return 2 * ((count + 3) / 4 * 4);
+  }
+
+  Tensor all_;
+  int64_t expected_ = 0, used_ = 0;
+};
 
 // The gradient dh [M, N] before an activation, from da [M, N] and h; for a gate with h [M, 2 N], dh is
 // [M, 2 N] for one layer or [2, M, N] for two. Also the maxima of dh.
@@ -123,7 +145,7 @@ inline BeforeActivation before_activation(
   const auto own = readable(h);
   BeforeActivation found;
   found.dh = layers == 2 ? empty(Shape{2, M, N}, da) : empty(h.sizes(), da);
-  found.maxima = room_for_maxima(da, halves / layers * N, cast, plain, layers);
+  found.maxima = Rooms().take(da, M, halves / layers * N, cast, plain, layers);
   auto call = rows_call(M, 0, kernels.context);
   call.K = N;
   call.activation = activation;
@@ -183,7 +205,7 @@ inline Quantized quantized_by_blocks(
 // Maxima that are not given are computed here.
 inline Quantized quantized(
     const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
-    Tensor maxima = {}) {
+    Rooms& rooms, Tensor maxima = {}) {
   require_kernels(
       given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
@@ -210,7 +232,7 @@ inline Quantized quantized(
     call.zt_scale = address(found.transposed.scale);
   }
   const bool are_there = maxima.defined();
-  if (!are_there) maxima = room_for_maxima(v, K, cast, plain);
+  if (!are_there) maxima = rooms.take(v, M, K, cast, plain);
   call.workspace = address(maxima);
   if (!are_there) launch(kernels.maxima, call, v);
   launch(kernels.quantize_by_maxima, call, v);

@@ -28,10 +28,15 @@ inline Handles fp8_layers(
     const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
     const OnDevice on_device(given);
     const auto& kernels = eight_bits_of(given);
-    const auto rows = quantized(dense(given).rows(), cast, true, keeps_rows, kernels);
+    const auto whole = dense(given).rows();
+    Rooms rooms;
+    rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
+    expect_weights(weights, weight_scales, by, keeps_weights, rooms);
+    const auto rows = quantized(whole, cast, true, keeps_rows, kernels, rooms);
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
-        weights, weight_scales, biases, given, by, kernels, keeps_weights ? &transposed : nullptr);
+        weights, weight_scales, biases, given, by, kernels, rooms,
+        keeps_weights ? &transposed : nullptr);
     Handles all;
     if (activation.empty() && !added.defined()) {
       for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
@@ -75,12 +80,33 @@ inline Tensor part_of(const Tensor& all, size_t i, int64_t count) {
   return all.viewed(Shape{part / N, N}, Shape{N, 1}, static_cast<int64_t>(i) * part);
 }
 
+// Matrices that `layer_gradients` quantizes, but for a gradient that is computed with its maxima.
+inline void expect(Rooms& rooms, const Differentiated& of, const std::vector<bool>& wanted) {
+  bool quantizes_rows = false;
+  for (size_t i = 0; i < of.weights.size(); ++i) {
+    const auto& dy = of.dys[of.activation ? 0 : i];
+    if (!dy.defined() || !dy.dim() || of.weights[i].dim() != 2) continue;
+    const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
+    quantizes_rows |= transposes && !of.transposed.defined();
+    if (!of.activation && (wanted[0] || transposes)) {
+      const int64_t N = dy.size(-1);
+      rooms.expect(N ? dy.numel() / N : 0, N, of.grad, transposes);
+    }
+    if (wanted[0] && !of.scales[i].defined()) {
+      rooms.expect(of.weights[i].size(0), of.weights[i].size(1), of.weight, true);
+    }
+  }
+  if (quantizes_rows) rooms.expect(of.z.size(0), of.z.size(1), of.input, true);
+}
+
 // The gradients of the rows, of each weight and of each bias, if wanted.
 inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
   auto transposed = of.transposed;
   BeforeActivation before;
+  Rooms rooms;
+  expect(rooms, of, wanted);
   for (size_t i = 0; i < count; ++i) {
     const auto& given = of.dys[of.activation ? 0 : i];
     if (!given.defined()) continue;
@@ -105,10 +131,13 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
     const auto& kernels = eight_bits_of(dy);
     const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
     Quantized q;
-    if (wanted[0] || transposes) q = quantized(dy, of.grad, wanted[0], transposes, kernels, maxima);
+    if (wanted[0] || transposes) {
+      q = quantized(dy, of.grad, wanted[0], transposes, kernels, rooms, maxima);
+    }
     if (wanted[0]) {
       const auto weight =
-          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels).transposed;
+          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels, rooms)
+              .transposed;
       const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
       if (!found[0].defined()) {
         found[0] = part;
@@ -118,7 +147,7 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
     }
     if (transposes) {
       if (!transposed.defined()) {
-        transposed = quantized(of.z, of.input, false, true, kernels).transposed;
+        transposed = quantized(of.z, of.input, false, true, kernels, rooms).transposed;
       }
       const auto& columns = q.transposed;
       found[1 + i] = product(columns, {transposed, {}}, columns.q.sizes(), false, kernels);

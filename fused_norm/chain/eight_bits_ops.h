@@ -30,7 +30,8 @@ inline Handles fp8_quantize(
     const Cast cast(is_e5m2 ? E5M2 : E4M3, scaling, power_of_two);
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
-    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix));
+    Rooms rooms;
+    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix), rooms);
     for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
       // All rows share one scale.
       const bool is_one = scale->defined() && cast.scaling == Scaling::TENSOR;
@@ -126,25 +127,37 @@ inline void require_weights(const Handles& weights, const Optionals& scales) {
 // here. Frozen weights are left to Python, which keeps their 8-bit versions.
 inline Quantized weight_of(
     const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool plain,
-    bool transposed, const EightBits& kernels) {
+    bool transposed, const EightBits& kernels, Rooms& rooms) {
   if (scale.defined()) {
     require_kernels(!(plain && transposed));
     const Scaled given{weight, scale, cast.by_block()};
     return {given, given};
   }
   require_kernels(!frozen_level && is_beside(weight, like));
-  return quantized(weight, cast, plain, transposed, kernels);
+  return quantized(weight, cast, plain, transposed, kernels, rooms);
+}
+
+// Weights that `weight_of` quantizes.
+inline void expect_weights(
+    const Handles& weights, const Optionals& scales, const Cast& cast, bool transposed,
+    Rooms& rooms) {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto weight = tensor_of(weights[i]);
+    if (scales.at(i) || weight.dim() != 2) continue;
+    rooms.expect(weight.size(0), weight.size(1), cast, transposed);
+  }
 }
 
 // Layers, and their transposed weights if a backward needs them.
 inline std::vector<Layer> layers_of(
     const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
-    const Cast& cast, const EightBits& kernels, std::vector<Scaled>* transposed = nullptr) {
+    const Cast& cast, const EightBits& kernels, Rooms& rooms,
+    std::vector<Scaled>* transposed = nullptr) {
   std::vector<Layer> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto weight = weight_of(
         tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, true, transposed != nullptr,
-        kernels);
+        kernels, rooms);
     layers.push_back({weight.plain, tensor_of(biases.at(i))});
     if (transposed) transposed->push_back(weight.transposed);
   }
@@ -166,9 +179,10 @@ inline Factors factors_of(
     Optional up_scale, Optional up_bias, const Cast& by, const Cast& cast,
     const EightBits& kernels) {
   const auto rows = rows_of({q, tensor_of(scale), by.by_block()});
-  const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
+  Rooms rooms;
+  const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels, rooms);
   Layer other;
-  if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
+  if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels, rooms)[0];
   return {rows, layers[0], other};
 }
 
@@ -202,7 +216,8 @@ inline Handles fp8_hidden(
     } else {
       const auto y = product(
           of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number, of.up);
-      z = quantized(y, by, true, false, kernels).plain;
+      Rooms rooms;
+      z = quantized(y, by, true, false, kernels, rooms).plain;
     }
     // All rows share one scale.
     if (by.scaling == Scaling::TENSOR) z.scale = z.scale.viewed(Shape{1, 1}, Shape{1, 1});
@@ -250,7 +265,9 @@ inline Handles fp8_linears(
     const OnDevice on_device(given);
     const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
     const auto& kernels = eight_bits_of(rows.q);
-    const auto layers = layers_of(weights, weight_scales, biases, rows.q, cast, kernels);
+    Rooms rooms;
+    const auto layers =
+        layers_of(weights, weight_scales, biases, rows.q, cast, kernels, rooms);
     Handles all;
     for (const auto& y : products(rows, layers, rows.q.sizes(), are_kept, kernels)) {
       all.push_back(given_of(y));

@@ -18,7 +18,6 @@ from ..call import Call
 from ..device import Gpu
 from ..gemm.activation import GATED, Backward
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
-from ..rounding import widened
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -33,8 +32,11 @@ comptime _DOWN = THREADS // ACROSS
 comptime _ROWS = 512
 # Rows of a thread that are in flight together; a gradient has two or three loads of each, and its numbers take registers.
 comptime _LOADS = 4
-comptime _GRADIENT_LOADS = 2
-comptime _Bits = SIMD[DType.uint16, LOAD]
+comptime _GRADIENT_LOADS = 1
+comptime Words = SIMD[DType.uint32, 4]
+"""What a thread loads together: pairs of numbers of 16 bits, the first one low."""
+comptime Four = SIMD[DType.float32, 4]
+"""The numbers in one half of each."""
 
 
 def run_maxima(gpu: Gpu, call: Call) raises:
@@ -120,6 +122,48 @@ def at[
 
 
 @always_inline
+def load_words(address: Int64, index: Int) -> Words:
+    """Loads numbers of 16 bits.
+
+    Args:
+        address: Where the first one is.
+        index: Which one, a multiple of `LOAD`.
+
+    Returns:
+        Pairs of them.
+    """
+    return at[DType.uint32](address, index // 2).unsafe_load[
+        width=4, alignment=16
+    ]()
+
+
+@always_inline
+def low_halves(words: Words) -> Four:
+    """Widens the first number of each pair.
+
+    Args:
+        words: Pairs in bfloat16.
+
+    Returns:
+        The numbers.
+    """
+    return bitcast[DType.float32, 4](words << Words(16))
+
+
+@always_inline
+def high_halves(words: Words) -> Four:
+    """Widens the second number of each pair.
+
+    Args:
+        words: Pairs in bfloat16.
+
+    Returns:
+        The numbers.
+    """
+    return bitcast[DType.float32, 4](words & Words(0xFFFF0000))
+
+
+@always_inline
 def _keep_largest(address: Int64, index: Int, bits: UInt32):
     """Writes a maximum in place."""
     inlined_assembly[
@@ -130,39 +174,50 @@ def _keep_largest(address: Int64, index: Int, bits: UInt32):
 
 
 @always_inline
-def _eight(address: Int64, index: Int) -> _Bits:
-    return at[DType.uint16](address, index).unsafe_load[
-        width=LOAD, alignment=16
-    ]()
+def _largest(a: UInt32, b: UInt32) -> UInt32:
+    """Returns the larger one of either half."""
+    return inlined_assembly[
+        "max.u16x2 $0, $1, $2;",
+        UInt32,
+        constraints="=r,r,r",
+        has_side_effect=False,
+    ](a, b)
 
 
 @always_inline
-def _wide(bits: _Bits) -> SIMD[DType.float32, LOAD]:
-    return rebind[SIMD[DType.float32, LOAD]](
-        widened[DType.float32](bitcast[DType.bfloat16, LOAD](bits))
-    )
+def _either_half(bits: UInt32) -> UInt32:
+    return max(bits & 0xFFFF, bits >> 16)
 
 
 @always_inline
-def _rounded(values: SIMD[DType.float32, LOAD]) -> _Bits:
-    return bitcast[DType.uint16, LOAD](values.cast[DType.bfloat16]())
+def _rounded(low: Four, high: Four) -> Words:
+    var words = Words(0)
+    comptime for i in range(LOAD // 2):
+        words[i] = bitcast[DType.uint32, 1](
+            SIMD[DType.float32, 2](low[i], high[i]).cast[DType.bfloat16]()
+        )
+    return words
 
 
 @always_inline
 def _gradient[
     gates: Bool
-](kind: Int32, da: _Bits, h: _Bits, up: _Bits) -> StaticTuple[_Bits, 2]:
+](kind: Int32, da: Words, h: Words, up: Words) -> StaticTuple[Words, 2]:
     """Returns dh; of a gate those of the gate and of what it gates."""
-    comptime Both = Backward[DType.float32, LOAD, True]
+    comptime Both = Backward[DType.float32, 4, True]
+    var low_da = low_halves(da)
+    var high_da = high_halves(da)
     comptime if gates:
-        var gate = Both(kind, _wide(h), _wide(da) * _wide(up))
-        return StaticTuple[_Bits, 2](
-            _rounded(gate.dh), _rounded(_wide(da) * gate.a)
+        var low = Both(kind, low_halves(h), low_da * low_halves(up))
+        var high = Both(kind, high_halves(h), high_da * high_halves(up))
+        return StaticTuple[Words, 2](
+            _rounded(low.dh, high.dh),
+            _rounded(low_da * low.a, high_da * high.a),
         )
     else:
-        return StaticTuple[_Bits, 2](
-            _rounded(Both(kind, _wide(h), _wide(da)).dh), _Bits(0)
-        )
+        var low = Both(kind, low_halves(h), low_da)
+        var high = Both(kind, high_halves(h), high_da)
+        return StaticTuple[Words, 2](_rounded(low.dh, high.dh), Words(0))
 
 
 def maxima_kernel[
@@ -211,55 +266,59 @@ def maxima_kernel[
     pdl_trigger()
     var thread = Int(thread_idx.x)
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % ACROSS * LOAD
-    var most = StaticTuple[_Bits, halves](fill=_Bits(0))
-    var first = Int(block_idx.y) * _ROWS
+    var most = StaticTuple[Words, halves](fill=Words(0))
+    var first = Int(block_idx.y) * _ROWS + thread // ACROSS
+    var last = min(Int(block_idx.y + 1) * _ROWS, Int(m))
+    var next = _Loaded[differentiates, gates, loads](
+        x, da, h, first, column, Int(m), Int(k)
+    )
     # All threads take each step: those of a row compare what they have.
-    for start in range(first, min(first + _ROWS, Int(m)), loads * _DOWN):
+    for start in range(Int(block_idx.y) * _ROWS, last, loads * _DOWN):
         var row = start + thread // ACROSS
-        # Zeros where there is nothing are no more than any magnitude.
-        var values = StaticTuple[StaticTuple[_Bits, 2], loads](
-            fill=StaticTuple[_Bits, 2](fill=_Bits(0))
+        var loaded = next
+        # The next rows are on their way while these are computed.
+        next = _Loaded[differentiates, gates, loads](
+            x, da, h, row + loads * _DOWN, column, last, Int(k)
         )
-        var hs = StaticTuple[_Bits, loads](fill=_Bits(0))
         comptime for i in range(loads):
-            if column < Int(k) and row + i * _DOWN < Int(m):
-                var there = row + i * _DOWN
-                comptime if differentiates:
-                    values[i][0] = _eight(da, there * Int(k) + column)
-                    hs[i] = _eight(h, there * halves * Int(k) + column)
-                    comptime if gates:
-                        values[i][1] = _eight(
-                            h, (2 * there + 1) * Int(k) + column
-                        )
-                else:
-                    values[i][0] = _eight(x, there * Int(k) + column)
-        comptime if differentiates:
-            comptime for i in range(loads):
-                values[i] = _gradient[gates](
-                    kind, values[i][0], hs[i], values[i][1]
+            var is_here = column < Int(k) and row + i * _DOWN < Int(m)
+            var values = StaticTuple[Words, 2](loaded.values[i], Words(0))
+            comptime if differentiates:
+                values = _gradient[gates](
+                    kind, loaded.values[i], loaded.h[i], loaded.up[i]
                 )
-                if column < Int(k) and row + i * _DOWN < Int(m):
+                if is_here:
                     comptime for part in range(halves):
                         var place = (row + i * _DOWN) * Int(own) + column
-                        at[DType.uint16](
-                            x, place + part * Int(half)
-                        ).unsafe_store[alignment=16](values[i][part])
-        comptime for i in range(loads):
+                        at[DType.uint32](
+                            x, (place + part * Int(half)) // 2
+                        ).unsafe_store[alignment=16](values[part])
             comptime for part in range(halves):
-                values[i][part] &= _Bits(0x7FFF)
-                most[part] = max(most[part], values[i][part])
-        if one_scale == 0 and of_rows != 0:
-            comptime for i in range(loads):
+                values[part] &= Words(0x7FFF7FFF)
+                comptime for j in range(LOAD // 2):
+                    most[part][j] = _largest(most[part][j], values[part][j])
+            if one_scale == 0 and of_rows != 0:
+                # That of one half in the lower bits, of the other in the upper ones.
+                var bits = UInt32(0)
                 comptime for part in range(halves):
-                    var bits = UInt32(values[i][part].reduce_max())
-                    comptime for distance in [1, 2, 4]:
-                        bits = max(
-                            bits, warp.shuffle_xor(bits, UInt32(distance))
+                    var four = values[part]
+                    bits |= _either_half(
+                        _largest(
+                            _largest(four[0], four[1]),
+                            _largest(four[2], four[3]),
                         )
-                    if thread % ACROSS == 0 and row + i * _DOWN < Int(m):
-                        var place = Int(own) + row + i * _DOWN
+                    ) << UInt32(16 * part)
+                comptime for distance in [1, 2, 4]:
+                    bits = _largest(
+                        bits, warp.shuffle_xor(bits, UInt32(distance))
+                    )
+                if thread % ACROSS == 0 and row + i * _DOWN < Int(m):
+                    var place = Int(own) + row + i * _DOWN
+                    comptime for part in range(halves):
                         _keep_largest(
-                            maxima, place + part * Int(rows_of_half), bits
+                            maxima,
+                            place + part * Int(rows_of_half),
+                            bits >> UInt32(16 * part) & 0xFFFF,
                         )
     comptime for part in range(halves):
         _keep_columns(
@@ -270,42 +329,83 @@ def maxima_kernel[
         )
 
 
+struct _Loaded[differentiates: Bool, gates: Bool, loads: Int](
+    TrivialRegisterPassable
+):
+    """What a thread has loaded of some rows: zeros where there is nothing, which are no more than any magnitude."""
+
+    var values: StaticTuple[Words, Self.loads]
+    var h: StaticTuple[Words, Self.loads]
+    var up: StaticTuple[Words, Self.loads]
+
+    @always_inline
+    def __init__(
+        out self,
+        x: Int64,
+        da: Int64,
+        h: Int64,
+        row: Int,
+        column: Int,
+        rows: Int,
+        k: Int,
+    ):
+        comptime halves = 2 if Self.gates else 1
+        self.values = {fill = Words(0)}
+        self.h = {fill = Words(0)}
+        self.up = {fill = Words(0)}
+        comptime for i in range(Self.loads):
+            var there = row + i * _DOWN
+            if column < k and there < rows:
+                comptime if Self.differentiates:
+                    self.values[i] = load_words(da, there * k + column)
+                    self.h[i] = load_words(h, there * halves * k + column)
+                    comptime if Self.gates:
+                        self.up[i] = load_words(h, (2 * there + 1) * k + column)
+                else:
+                    self.values[i] = load_words(x, there * k + column)
+
+
 @always_inline
-def _keep_columns(given: _Bits, maxima: Int64, k: Int, one_scale: Bool):
+def _keep_columns(given: Words, maxima: Int64, k: Int, one_scale: Bool):
     """Compares what all threads have of columns, and keeps the maxima, or that of all."""
     var most = given
     var thread = Int(thread_idx.x)
+    comptime words = TILE_COLUMNS // 2
+    comptime own = LOAD // 2
     # Over the four rows of a warp, then over the warps.
     comptime for distance in [ACROSS, 2 * ACROSS]:
-        comptime for i in range(LOAD):
-            var other = warp.shuffle_xor(UInt32(most[i]), UInt32(distance))
-            most[i] = max(most[i], other.cast[DType.uint16]())
+        comptime for i in range(own):
+            most[i] = _largest(
+                most[i], warp.shuffle_xor(most[i], UInt32(distance))
+            )
     var room = stack_allocation[
-        THREADS // 32 * TILE_COLUMNS,
+        THREADS // 32 * words,
         UInt32,
         address_space=AddressSpace.SHARED,
+        alignment=16,
     ]()
     # Of the columns before.
     barrier()
     if thread % 32 < ACROSS:
-        comptime for i in range(LOAD):
-            room.unsafe_offset(
-                thread // 32 * TILE_COLUMNS + thread % 32 * LOAD + i
-            ).unsafe_store(UInt32(most[i]))
+        room.unsafe_offset(
+            thread // 32 * words + thread % 32 * own
+        ).unsafe_store[alignment=16](most)
     barrier()
-    if thread >= TILE_COLUMNS:
+    if thread >= words:
         return
-    var bits = UInt32(0)
+    var pair = UInt32(0)
     comptime for i in range(THREADS // 32):
-        bits = max(
-            bits, room.unsafe_offset(i * TILE_COLUMNS + thread).unsafe_load()
+        pair = _largest(
+            pair, room.unsafe_offset(i * words + thread).unsafe_load()
         )
     if not one_scale:
-        var own = Int(block_idx.x) * TILE_COLUMNS + thread
-        if own < k:
-            _keep_largest(maxima, own, bits)
+        var column = Int(block_idx.x) * TILE_COLUMNS + 2 * thread
+        if column < k:
+            _keep_largest(maxima, column, pair & 0xFFFF)
+            _keep_largest(maxima, column + 1, pair >> 16)
         return
+    var bits = _either_half(pair)
     comptime for i in range(5):
         bits = max(bits, warp.shuffle_xor(bits, UInt32(1 << i)))
-    if thread % 32 == 0:
+    if thread == 0:
         _keep_largest(maxima, 0, bits)

@@ -3,20 +3,25 @@
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
 """
 
-from max.gpu import barrier, block_idx, thread_idx
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    barrier,
+    block_idx,
+    thread_idx,
+)
 from max.gpu.memory import AddressSpace
 from std.math import ceildiv
 from std.memory import bitcast, stack_allocation
+from std.sys import inlined_assembly
 from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
-from ..rounding import widened
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .maxima import LOAD, at
+from .maxima import LOAD, Four, Words, at, high_halves, load_words, low_halves
 
 comptime TILE_ROWS = 128
 """Rows of a block's tile, of which a thread has four: with a column each a word of 8 bits."""
@@ -28,8 +33,14 @@ comptime _ACROSS = 8
 comptime _HALVES = _TILE_COLUMNS // (_ACROSS * LOAD)
 # Words of a row of the transposed tile.
 comptime _PITCH = TILE_ROWS // 4
+# Blocks that an SM has room for, which bounds the registers of a thread.
+comptime _BLOCKS = 3
+# Tiles of a block: the second one is loaded while the first one is computed. More of them gained nothing on an H200, where
+# fewer blocks share the SMs less evenly.
+comptime _MOST_TILES = 2
+# Waves of blocks that are left even so.
+comptime _WAVES = 2
 comptime _LEAST = Float64(1e-12)
-comptime _Eight = SIMD[DType.float32, LOAD]
 
 
 def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
@@ -46,27 +57,37 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
     """
     comptime for kind in [E4M3, E5M2]:
         if call.eight_bits == Int(kind):
-            comptime kernel = quantize_kernel[eight_bit_type(kind)]
-            gpu.stream.enqueue_function(
-                gpu.context.compile_function[kernel](),
-                Int64(call.x),
-                Int64(call.workspace),
-                Int64(call.z),
-                Int64(call.zt),
-                Int64(call.z_scale),
-                Int64(call.zt_scale),
-                Int32(call.M),
-                Int32(call.K),
-                Int32(call.pitch),
-                Int32(call.one_scale),
-                Int32(call.power_of_two),
-                grid_dim=(
-                    ceildiv(call.K, _TILE_COLUMNS),
-                    ceildiv(max(call.M, call.pitch), TILE_ROWS),
-                ),
-                block_dim=_THREADS,
-                attributes=pdl_attributes(),
-            )
+            if call.one_scale != 0 and call.power_of_two == 0:
+                _launch[eight_bit_type(kind), True](gpu, call)
+            else:
+                _launch[eight_bit_type(kind), False](gpu, call)
+
+
+def _launch[eight_bits: DType, multiplies: Bool](gpu: Gpu, call: Call) raises:
+    var across = ceildiv(call.K, _TILE_COLUMNS)
+    var down = ceildiv(max(call.M, call.pitch), TILE_ROWS)
+    var tiles = min(
+        max(across * down // (_WAVES * _BLOCKS * gpu.processors), 1),
+        _MOST_TILES,
+    )
+    gpu.stream.enqueue_function(
+        gpu.context.compile_function[quantize_kernel[eight_bits, multiplies]](),
+        Int64(call.x),
+        Int64(call.workspace),
+        Int64(call.z),
+        Int64(call.zt),
+        Int64(call.z_scale),
+        Int64(call.zt_scale),
+        Int32(call.M),
+        Int32(call.K),
+        Int32(call.pitch),
+        Int32(call.one_scale),
+        Int32(call.power_of_two),
+        Int32(tiles),
+        grid_dim=(across, ceildiv(down, tiles)),
+        block_dim=_THREADS,
+        attributes=pdl_attributes(),
+    )
 
 
 @always_inline
@@ -78,10 +99,10 @@ def _magnitude(maxima: Int64, index: Int) -> Float32:
 
 @always_inline
 def _scale_and_inverse[
-    eight_bits: DType
-](most: Float32, is_rounded: Bool, is_torchao: Bool) -> SIMD[DType.float32, 2]:
+    eight_bits: DType, multiplies: Bool
+](most: Float32, is_rounded: Bool) -> SIMD[DType.float32, 2]:
     """Returns the scale of a largest magnitude, and what numbers are multiplied by, 1 / scale."""
-    if is_torchao:
+    comptime if multiplies:
         # As it rounds with one scale for all: by the reciprocal scale, computed in float64.
         var wide = most.cast[DType.float64]()
         var bounded = _LEAST if wide < _LEAST else wide
@@ -89,8 +110,9 @@ def _scale_and_inverse[
             largest[eight_bits]().cast[DType.float64]() / bounded
         ).cast[DType.float32]()
         return {1 / inverse, inverse}
-    var scale = scale_of[eight_bits](most, is_rounded)
-    return {scale, 1 / scale}
+    else:
+        var scale = scale_of[eight_bits](most, is_rounded)
+        return {scale, 1 / scale}
 
 
 @always_inline
@@ -102,8 +124,12 @@ def _group(column: Int, group: Int) -> Int:
     return group ^ (((column // LOAD) ^ column & 1) & 7)
 
 
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(_THREADS)),
+    `nvvm.minctasm`=SIMDLength(_BLOCKS),
+)
 def quantize_kernel[
-    eight_bits: DType
+    eight_bits: DType, multiplies: Bool
 ](
     x: Int64,
     maxima: Int64,
@@ -116,13 +142,16 @@ def quantize_kernel[
     pitch: Int32,
     one_scale: Int32,
     power_of_two: Int32,
+    tiles: Int32,
 ):
     """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
 
-    Grid: (k / 64, rows / TILE_ROWS). Block: 256 threads; a thread has 8 columns of four rows.
+    Grid: (k / 64, rows / TILE_ROWS / tiles). Block: 256 threads; a thread has 8 columns of four rows.
 
     Parameters:
         eight_bits: The type, float8_e4m3fn or float8_e5m2.
+        multiplies: Whether numbers are multiplied by 1 / scale, as torchao does with one scale for all; otherwise they have the
+            bits of a division.
 
     Args:
         x: Address of the matrix [m, k] in bfloat16.
@@ -136,44 +165,58 @@ def quantize_kernel[
         pitch: Bytes of a row of zt, a multiple of 16; zeros from m on.
         one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
+        tiles: How many tiles a block has, one below the other.
     """
     pdl_wait()
     pdl_trigger()
     var thread = Int(thread_idx.x)
     var warp_here = thread // 32
     var first_column = Int(block_idx.x) * _TILE_COLUMNS
-    var first_row = Int(block_idx.y) * TILE_ROWS
     var own = (warp_here % _HALVES * _ACROSS + thread % _ACROSS) * LOAD
     var down = warp_here // _HALVES * 4 + thread % 32 // _ACROSS
     var column = first_column + own
-    var row = first_row + 4 * down
     var is_here = column < Int(k)
-    # All loads are in flight before the first is used.
-    var rows = StaticTuple[SIMD[DType.bfloat16, LOAD], 4](
-        fill=SIMD[DType.bfloat16, LOAD](0)
-    )
-    comptime for i in range(4):
-        if is_here and row + i < Int(m):
-            rows[i] = at[DType.bfloat16](
-                x, (row + i) * Int(k) + column
-            ).unsafe_load[width=LOAD, alignment=16]()
+    var is_one = multiplies or one_scale != 0
+    comptime assert _TILE_COLUMNS + TILE_ROWS <= _THREADS
     # Divisions take longer than all else does to a number: one thread for each scale, first those of columns.
+    var r = thread - _TILE_COLUMNS
+    var has_row = z != 0 and r >= 0 and r < TILE_ROWS
+    var first_row = Int(block_idx.y) * Int(tiles) * TILE_ROWS
+    var end = min(first_row + Int(tiles) * TILE_ROWS, max(Int(m), Int(pitch)))
+    # Places of a thread in the first tile, and how many rows there are from there on.
+    var row = first_row + 4 * down
+    var left = Int32(Int(m) - row) if is_here else Int32(0)
+    var from_x = x + Int64(2 * (row * Int(k) + column))
+    var to_z = z + Int64(row * Int(k) + column)
+    var its_column = thread // 4
+    comptime groups = TILE_ROWS // 16 // 4
+    var its_place = first_row + 16 * groups * (thread % 4)
+    var to_zt = zt + Int64((first_column + its_column) * Int(pitch) + its_place)
+    # Bytes of its row of the transposed result from there on.
+    var width = Int32(Int(pitch) - its_place)
+    if first_column + its_column >= Int(k) or zt == 0:
+        width = 0
+    var next = _rows(from_x, Int(k), left)
+    var its_maximum = _maximum_of_row(
+        maxima, first_row + r, Int(m), Int(k), has_row, is_one
+    )
     var of_columns = stack_allocation[
         2 * _TILE_COLUMNS, Float32, address_space=AddressSpace.SHARED
     ]()
     var of_rows = stack_allocation[
         2 * TILE_ROWS, Float32, address_space=AddressSpace.SHARED
     ]()
-    comptime assert _TILE_COLUMNS + TILE_ROWS <= _THREADS
-    var is_one = one_scale != 0
-    var is_torchao = is_one and power_of_two == 0
+    var room = stack_allocation[
+        _TILE_COLUMNS * _PITCH,
+        UInt32,
+        address_space=AddressSpace.SHARED,
+        alignment=16,
+    ]()
     if thread < _TILE_COLUMNS:
         var c = first_column + thread
         if zt != 0 and c < Int(k):
-            var pair = _scale_and_inverse[eight_bits](
-                _magnitude(maxima, 0 if is_one else c),
-                power_of_two != 0,
-                is_torchao,
+            var pair = _scale_and_inverse[eight_bits, multiplies](
+                _magnitude(maxima, 0 if is_one else c), power_of_two != 0
             )
             of_columns.unsafe_offset(thread).unsafe_store(pair[0])
             of_columns.unsafe_offset(_TILE_COLUMNS + thread).unsafe_store(
@@ -181,100 +224,132 @@ def quantize_kernel[
             )
             if block_idx.y == 0:
                 at[DType.float32](zt_scales, c).unsafe_store(pair[0])
-    elif thread < _TILE_COLUMNS + TILE_ROWS:
-        var r = thread - _TILE_COLUMNS
-        var its_row = first_row + r
-        if z != 0 and its_row < Int(m):
-            var pair = _scale_and_inverse[eight_bits](
-                _magnitude(maxima, 0 if is_one else Int(k) + its_row),
-                power_of_two != 0,
-                is_torchao,
+    for start in range(first_row, end, TILE_ROWS):
+        var rows = next
+        if has_row and start + r < Int(m):
+            var pair = _scale_and_inverse[eight_bits, multiplies](
+                its_maximum, power_of_two != 0
             )
             of_rows.unsafe_offset(2 * r).unsafe_store[alignment=8](pair)
             if block_idx.x == 0:
-                at[DType.float32](z_scales, its_row).unsafe_store(pair[0])
-    barrier()
-    if z != 0 and is_here:
-        comptime for i in range(4):
-            if row + i < Int(m):
-                var pair = of_rows.unsafe_offset(
-                    2 * (4 * down + i)
-                ).unsafe_load[width=2, alignment=8]()
-                var q = _quotients[LOAD](
-                    rebind[_Eight](widened[DType.float32](rows[i])),
-                    _Eight(pair[0]),
-                    _Eight(pair[1]),
-                    is_torchao,
-                )
-                at[DType.uint32](
-                    z, ((row + i) * Int(k) + column) // 4
-                ).unsafe_store[alignment=8](
-                    SIMD[DType.uint32, 2](
-                        pack_eight_bits[eight_bits](q.slice[4]()),
-                        pack_eight_bits[eight_bits](q.slice[4, offset=4]()),
-                    )
-                )
-    if zt == 0:
-        return
-    var room = stack_allocation[
-        _TILE_COLUMNS * _PITCH,
-        UInt32,
-        address_space=AddressSpace.SHARED,
-        alignment=16,
-    ]()
-    # What a padded row of scales of NaN or infinity would make of zeros is not stored.
-    var kept = UInt32(0)
-    comptime for i in range(4):
-        if row + i < Int(m):
-            kept |= UInt32(0xFF << (8 * i))
-    var scales = of_columns.unsafe_offset(own).unsafe_load[
-        width=LOAD, alignment=16
-    ]()
-    var inverses = of_columns.unsafe_offset(_TILE_COLUMNS + own).unsafe_load[
-        width=LOAD, alignment=16
-    ]()
-    comptime for j in range(LOAD):
-        comptime Four = SIMD[DType.float32, 4]
-        var four = rebind[Four](
-            widened[DType.float32](
-                SIMD[DType.bfloat16, 4](
-                    rows[0][j], rows[1][j], rows[2][j], rows[3][j]
-                )
+                at[DType.float32](z_scales, start + r).unsafe_store(pair[0])
+        barrier()
+        # The next tile is on its way while this one is computed.
+        from_x += Int64(2 * TILE_ROWS * Int(k))
+        if start + TILE_ROWS < end:
+            next = _rows(from_x, Int(k), left - TILE_ROWS)
+            its_maximum = _maximum_of_row(
+                maxima, start + TILE_ROWS + r, Int(m), Int(k), has_row, is_one
             )
-        )
-        var q = _quotients[4](
-            four, Four(scales[j]), Four(inverses[j]), is_torchao
-        )
-        var place = _group(own + j, down // 4) * 4 + down % 4
-        room.unsafe_offset((own + j) * _PITCH + place).unsafe_store(
-            pack_eight_bits[eight_bits](q) & kept
-        )
-    barrier()
-    var its_column = thread // 4
-    if first_column + its_column >= Int(k):
-        return
-    comptime groups = TILE_ROWS // 16 // 4
-    comptime for part in range(groups):
-        var group = thread % 4 * groups + part
-        var start = first_row + 16 * group
-        if start < Int(pitch):
-            var four = room.unsafe_offset(
-                its_column * _PITCH + _group(its_column, group) * 4
-            ).unsafe_load[width=4, alignment=16]()
-            at[DType.uint32](
-                zt, ((first_column + its_column) * Int(pitch) + start) // 4
-            ).unsafe_store[alignment=16](four)
+        rows = _used_from_here(rows)
+        if z != 0:
+            comptime for i in range(4):
+                if Int32(i) < left:
+                    var pair = of_rows.unsafe_offset(
+                        2 * (4 * down + i)
+                    ).unsafe_load[width=2, alignment=8]()
+                    # The first numbers of pairs, then the second ones.
+                    var low = _quotients[multiplies](
+                        low_halves(rows[i]), Four(pair[0]), Four(pair[1])
+                    )
+                    var high = _quotients[multiplies](
+                        high_halves(rows[i]), Four(pair[0]), Four(pair[1])
+                    )
+                    at[DType.uint32](to_z + Int64(i * Int(k)), 0).unsafe_store[
+                        alignment=8
+                    ](
+                        SIMD[DType.uint32, 2](
+                            pack_eight_bits[eight_bits](
+                                Four(low[0], high[0], low[1], high[1])
+                            ),
+                            pack_eight_bits[eight_bits](
+                                Four(low[2], high[2], low[3], high[3])
+                            ),
+                        )
+                    )
+        if zt != 0:
+            rows = _used_from_here(rows)
+            # What a padded row of scales of NaN or infinity would make of zeros is not stored.
+            var kept = UInt32(0)
+            comptime for i in range(4):
+                if Int32(i) < left:
+                    kept |= UInt32(0xFF << (8 * i))
+            var scales = of_columns.unsafe_offset(own).unsafe_load[
+                width=LOAD, alignment=16
+            ]()
+            var inverses = of_columns.unsafe_offset(
+                _TILE_COLUMNS + own
+            ).unsafe_load[width=LOAD, alignment=16]()
+            comptime for j in range(LOAD):
+                var words = Words(
+                    rows[0][j // 2],
+                    rows[1][j // 2],
+                    rows[2][j // 2],
+                    rows[3][j // 2],
+                )
+                var q = _quotients[multiplies](
+                    high_halves(words) if j % 2 == 1 else low_halves(words),
+                    Four(scales[j]),
+                    Four(inverses[j]),
+                )
+                var place = _group(own + j, down // 4) * 4 + down % 4
+                room.unsafe_offset((own + j) * _PITCH + place).unsafe_store(
+                    pack_eight_bits[eight_bits](q) & kept
+                )
+        barrier()
+        comptime for part in range(groups):
+            if Int32(16 * part) < width:
+                var group = thread % 4 * groups + part
+                var four = room.unsafe_offset(
+                    its_column * _PITCH + _group(its_column, group) * 4
+                ).unsafe_load[width=4, alignment=16]()
+                at[DType.uint32](to_zt + Int64(16 * part), 0).unsafe_store[
+                    alignment=16
+                ](four)
+        left -= TILE_ROWS
+        width -= TILE_ROWS
+        to_z += Int64(TILE_ROWS * Int(k))
+        to_zt += Int64(TILE_ROWS)
 
 
 @always_inline
-def _quotients[
-    width: Int
-](
-    z: SIMD[DType.float32, width],
-    scale: SIMD[DType.float32, width],
-    inverse: SIMD[DType.float32, width],
-    is_torchao: Bool,
-) -> SIMD[DType.float32, width]:
-    if is_torchao:
+def _rows(address: Int64, k: Int, left: Int32) -> StaticTuple[Words, 4]:
+    """Loads 8 columns of four rows, zeros where there are none."""
+    var rows = StaticTuple[Words, 4](fill=Words(0))
+    comptime for i in range(4):
+        if Int32(i) < left:
+            rows[i] = load_words(address, i * k)
+    return rows
+
+
+@always_inline
+def _maximum_of_row(
+    maxima: Int64, row: Int, m: Int, k: Int, has_row: Bool, is_one: Bool
+) -> Float32:
+    if has_row and row < m:
+        return _magnitude(maxima, 0 if is_one else k + row)
+    return 0
+
+
+@always_inline
+def _used_from_here(rows: StaticTuple[Words, 4]) -> StaticTuple[Words, 4]:
+    """Returns the same words.
+
+    Without it, the compiler widens numbers once for both results, before it reads maxima: no block waits for its loads and for
+    those of maxima at the same time, and numbers take twice the registers.
+    """
+    var same = rows
+    comptime for i in range(4):
+        comptime for j in range(4):
+            same[i][j] = inlined_assembly[
+                "mov.b32 $0, $1;", UInt32, constraints="=r,r"
+            ](rows[i][j])
+    return same
+
+
+@always_inline
+def _quotients[multiplies: Bool](z: Four, scale: Four, inverse: Four) -> Four:
+    comptime if multiplies:
         return z * inverse
-    return divided(z, scale, inverse)
+    else:
+        return divided[width=4](z, scale, inverse)
