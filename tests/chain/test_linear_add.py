@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +115,24 @@ def test_where_few_rows_are_added(rows: int, monkeypatch: pytest.MonkeyPatch) ->
     # Ours is rounded once.
     most = (theirs - exact).norm() * (1.0 if is_ours else 1.01)
     assert (found[0].double() - exact).norm() < most
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_consumers_in_turn_when_a_product_adds_on_hopper(dtype: torch.dtype) -> None:
+    """Where consumers take tiles in turn, each has the upper and the lower half of its rows."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper")
+    shapes = ((8192, 1024), (2048, 1024), (8192, 2048))
+    x, weight, residual = ((0.2 * torch.randn(s, device="cuda")).to(dtype) for s in shapes)
+    found = []
+    call = (x, weight, None, residual, False)
+    launched = names(lambda: found.append(torch.ops.fused_norm.linear_add(*call)))
+    assert re.search(r"fused_norm_matrix_\w+_128x128_ping_pong_add", launched), launched
+    exact = residual.double() + x.double() @ weight.double().t()
+    theirs = (residual + F.linear(x, weight)).double()
+    assert (found[0].double() - exact).norm() < (theirs - exact).norm()
 
 
 @pytest.mark.gpu
