@@ -512,11 +512,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a fold is kept of a parameter that is not frozen among others that are",
-        "gpu",
+        "cpu",
         "fused_norm/call/frozen.py",
         "return all(key is None or key in self._memory for key in keys)",
         "return True",
-        ("tests/ops/test_folds.py",),
+        ("tests/test_freeze.py", "-k", "held_by"),
     ),
     Mutation(
         "a fold that a CUDA graph reads goes with the freezing",

@@ -48,6 +48,19 @@ def a_model(device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Seque
     ).eval()
 
 
+def test_a_call_is_held_by_what_froze_all_of_its_parameters() -> None:
+    """A fold of a frozen weight and a gamma that is not would go stale."""
+    layer = fn.LayerNormLinear(32, 16).eval()
+    keys = tuple(key_of(p) for p in (layer.weight, layer.layer_norm_weight))
+    part = fn.freeze(nn.ParameterList([layer.weight]).eval())
+    assert frozen.holding((keys[0], None)) is not None
+    assert frozen.holding(keys) is None
+    fn.unfreeze(part)
+    fn.freeze(layer)
+    assert frozen.holding(keys) is not None
+    fn.unfreeze(layer)
+
+
 def is_frozen(model: nn.Module) -> bool:
     return len(frozen.of(model.parameters())) > 0
 

@@ -180,16 +180,6 @@ def test_one_fold_of_frozen_parameters(folds: list[int]) -> None:
     assert len(folds) == 2
 
 
-def test_nothing_is_kept_of_parameters_that_are_partly_frozen(folds: list[int]) -> None:
-    layer, (x, *_) = a_layer(), inputs()
-    with fn.frozen_parameters(nn.ParameterList([layer.weight, layer.bias])):
-        for _ in range(4):
-            check_layer(layer, x)
-            layer.layer_norm_weight.data.normal_()
-        check_layer(layer, x)
-    assert not folds
-
-
 def test_memory_of_folds_goes_with_the_model() -> None:
     layer, (x, *_) = fn.freeze(a_layer()), inputs()
     check_layer(layer, x)
