@@ -148,6 +148,18 @@ def _poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(name="back_to_back")
+def _back_to_back(_poison: None) -> Iterator[None]:
+    """Leave memory unfilled, so that kernels follow each other.
+
+    PyTorch fills the result of each call by a kernel of its own, which begins once the one before
+    has ended: a kernel that begins too early would find everything there.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_frozen() -> Iterator[None]:
     """Have a test fail that leaves something frozen: calls of the next one would ask for it."""

@@ -168,6 +168,7 @@ def test_sums_and_given_statistics(
 @pytest.mark.parametrize(
     ("rows", "features"), [(16384, 4096), *((132 * n + 1, 8192) for n in (1, 4, 8, 16, 32))]
 )
+@pytest.mark.usefixtures("back_to_back")
 def test_a_product_waits_for_the_rows_of_a_pass(strategy: str, rows: int, features: int) -> None:
     """With a fold that is kept, the pass is all that is queued before: too early, a row is old.
 
@@ -216,6 +217,7 @@ def test_graphs_replay_the_same_bits() -> None:
 
 @ON_HOPPER
 @pytest.mark.gpu
+@pytest.mark.usefixtures("back_to_back")
 def test_weights_written_just_before() -> None:
     """Few rows: what is read ahead of the rows is the weight as it is now."""
     x, residual = (torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))

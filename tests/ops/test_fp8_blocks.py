@@ -271,6 +271,7 @@ class TestOnHopper:
             assert not any("quantize_blocks_squ" in name for name in names)
             assert torch.equal(replayed(layer, x), expected)
 
+    @pytest.mark.usefixtures("back_to_back")
     def test_rows_written_just_before(self) -> None:
         """No kernel starts with what an earlier one has still to write."""
         x, w = matrix(4096, 1024), matrix(1024, 1024, scale=1 / 32)

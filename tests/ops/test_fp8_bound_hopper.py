@@ -247,6 +247,7 @@ def test_offloaded(activation: str) -> None:
 
 
 @GELU_AND_SWIGLU
+@pytest.mark.usefixtures("back_to_back")
 def test_graphs_and_rows_written_just_before(activation: str) -> None:
     """No kernel starts with what an earlier one has still to write."""
     mlp = frozen(activation=activation, size=(256, 1024), device="cuda")

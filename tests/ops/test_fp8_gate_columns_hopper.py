@@ -131,6 +131,7 @@ def test_a_graph_that_captures_the_first_call() -> None:
     assert not torch.equal(mlp(x), expected)
 
 
+@pytest.mark.usefixtures("back_to_back")
 def test_graphs_and_rows_written_just_before() -> None:
     """No kernel starts with what an earlier one has still to write."""
     mlp = fn.freeze(gated(change=spread(0.9), device="cuda"))

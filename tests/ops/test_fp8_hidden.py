@@ -288,6 +288,7 @@ class TestOnHopper:
             assert decibels(found.cpu(), truth) > LEAST - 6
             assert all(torch.equal(mlp(x), found) for _ in range(3))
 
+    @pytest.mark.usefixtures("back_to_back")
     def test_graphs_and_rows_written_just_before(self) -> None:
         """No kernel starts with what an earlier one has still to write."""
         mlp, x = layer("swiglu", hidden=1024).cuda(), matrix(2048, 272).cuda()

@@ -197,6 +197,7 @@ def test_precision(how: tuple[str, str]) -> None:
     [(16, 4096, 8208), (64, 4096, 4096), (8192, 144, 1040), (16, 16384, 1040), (64, 16384, 1040)],
     ids=str,
 )
+@pytest.mark.usefixtures("back_to_back")
 def test_a_residual_of_the_kernel_before(size: Size, how: tuple[str, str]) -> None:
     """No kernel reads a residual that the one before has still to write.
 
@@ -240,6 +241,7 @@ def test_a_residual_of_the_kernel_before(size: Size, how: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("M", [16, 64, 2049])
+@pytest.mark.usefixtures("back_to_back")
 def test_graphs_and_residuals_written_just_before(M: int, how: tuple[str, str]) -> None:
     size = (M, 1040, 1040)
     given, residual = exact(size, how), numbers(M, 1040, seed=9)

@@ -443,6 +443,7 @@ class TestBesideOthers:
         w = random(256, 1024, dtype=dtype)
         check_statistics(x, *kernels.folded(x, kernels.fold(w, None, None, None))[1:])
 
+    @pytest.mark.usefixtures("back_to_back")
     def test_inputs_written_just_before(self, dtype: torch.dtype) -> None:
         """Kernels that may start early wait for the ones that write what they read."""
         x = random(8192, 1024, dtype=dtype)
@@ -458,6 +459,7 @@ class TestBesideOthers:
             late.fill_(float("nan"))
             assert torch.equal(y, expected)
 
+    @pytest.mark.usefixtures("back_to_back")
     def test_weight_made_just_before(self, dtype: torch.dtype) -> None:
         """A product lets a fold start during its last tiles, when most of the device idles."""
         kernels = Kernels(dtype)
@@ -477,6 +479,7 @@ class TestBesideOthers:
 
     @pytest.mark.parametrize("strategy", [record.FUSED, record.NEW_FOLD])
     @pytest.mark.parametrize("shape", [(1, 4096, 4096), (64, 1024, 1024), (4096, 1024, 4096)])
+    @pytest.mark.usefixtures("back_to_back")
     def test_parameters_written_just_before(
         self, dtype: torch.dtype, shape: tuple[int, ...], strategy: int
     ) -> None:

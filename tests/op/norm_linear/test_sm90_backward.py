@@ -225,6 +225,7 @@ class TestBackward:
                     assert error(a, b) < torch.finfo(torch.bfloat16).eps
 
     @pytest.mark.parametrize("shape", [(16384, 1024, 1024), (64, 4096, 4096), PASSED[0]], ids=str)
+    @pytest.mark.usefixtures("back_to_back")
     def test_inputs_written_just_before(self, shape: tuple[int, int, int]) -> None:
         """Grids that may start early wait for what they read, and leave it until they have."""
         m, k, n = shape
