@@ -18,13 +18,12 @@ from ..call import Call
 from ..device import Gpu
 from ..gemm.activation import GATED, Backward
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
+from .words import LOAD, Four, Words, at, high_halves, load_words, low_halves
 
 comptime THREADS = 256
 """Threads of a block."""
 comptime TILE_COLUMNS = 64
 """Columns of a block's tile, of which a thread has `LOAD` side by side."""
-comptime LOAD = 8
-"""Elements that a thread loads together."""
 comptime ACROSS = TILE_COLUMNS // LOAD
 """Threads that have a row of the tile."""
 comptime _DOWN = THREADS // ACROSS
@@ -33,10 +32,6 @@ comptime _ROWS = 512
 # Rows of a thread that are in flight together; a gradient has two or three loads of each, and its numbers take registers.
 comptime _LOADS = 4
 comptime _GRADIENT_LOADS = 1
-comptime Words = SIMD[DType.uint32, 4]
-"""What a thread loads together: pairs of numbers of 16 bits, the first one low."""
-comptime Four = SIMD[DType.float32, 4]
-"""The numbers in one half of each."""
 
 
 def run_maxima(gpu: Gpu, call: Call) raises:
@@ -96,71 +91,6 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
         block_dim=THREADS,
         attributes=pdl_attributes(),
     )
-
-
-@always_inline
-def at[
-    dtype: DType
-](address: Int64, index: Int) -> Pointer[
-    Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
-]:
-    """Returns the place of an element in global memory.
-
-    Parameters:
-        dtype: The type.
-
-    Args:
-        address: Where the first one is.
-        index: Which one.
-
-    Returns:
-        The place.
-    """
-    return Pointer[
-        Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
-    ](unsafe_from_address=Int(address)).unsafe_offset(index)
-
-
-@always_inline
-def load_words(address: Int64, index: Int) -> Words:
-    """Loads numbers of 16 bits.
-
-    Args:
-        address: Where the first one is.
-        index: Which one, a multiple of `LOAD`.
-
-    Returns:
-        Pairs of them.
-    """
-    return at[DType.uint32](address, index // 2).unsafe_load[
-        width=4, alignment=16
-    ]()
-
-
-@always_inline
-def low_halves(words: Words) -> Four:
-    """Widens the first number of each pair.
-
-    Args:
-        words: Pairs in bfloat16.
-
-    Returns:
-        The numbers.
-    """
-    return bitcast[DType.float32, 4](words << Words(16))
-
-
-@always_inline
-def high_halves(words: Words) -> Four:
-    """Widens the second number of each pair.
-
-    Args:
-        words: Pairs in bfloat16.
-
-    Returns:
-        The numbers.
-    """
-    return bitcast[DType.float32, 4](words & Words(0xFFFF0000))
 
 
 @always_inline

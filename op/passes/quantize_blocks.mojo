@@ -22,7 +22,8 @@ from ..rows.scales import (
     scale_of,
 )
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .maxima import LOAD, THREADS, at
+from .maxima import THREADS
+from .words import LOAD, at
 
 # Threads that have a row of a block.
 comptime _ACROSS = SCALE_BLOCK // LOAD

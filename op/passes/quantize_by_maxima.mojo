@@ -21,7 +21,7 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .maxima import LOAD, Four, Words, at, high_halves, load_words, low_halves
+from .words import LOAD, Four, Words, at, high_halves, load_words, low_halves
 
 comptime TILE_ROWS = 128
 """Rows of a block's tile, of which a thread has four: with a column each a word of 8 bits."""
