@@ -54,17 +54,18 @@ def counts(sites: list[Any], graphs: int) -> dict[str, Any]:
     """Return how many norms there are, and what became of them.
 
     Args:
-        sites: What became of each.
+        sites: What became of each, among other calls.
         graphs: How many graphs there are of the model.
     """
-    read = [site for site in sites if site.linears]
+    norms = [site for site in sites if site.kind in NORMS]
+    read = [site for site in norms if site.linears]
     return {
         "graphs": graphs,
-        "norms": len(sites),
+        "norms": len(norms),
         "read by Linear": len(read),
         "fused": sum(site.fused for site in read),
         "left": dict(Counter(site.reason for site in read if not site.fused)),
-        "read otherwise": dict(Counter(site.reason for site in sites if not site.linears)),
+        "read otherwise": dict(Counter(site.reason for site in norms if not site.linears)),
     }
 
 
@@ -75,9 +76,8 @@ def count(name: str) -> dict[str, Any]:
         name: Of an architecture.
     """
     found = importlib.import_module("compare").compare(name, zoo=zoos())
-    norms = [site for site in found.sites if site.kind in NORMS]
     return {
-        **counts(norms, found.graphs),
+        **counts(found.sites, found.graphs),
         "output error": found.output_error,
         "gradient error": found.gradient_error,
     }
