@@ -44,6 +44,7 @@ class ScaledWeight(Tensor):
     def __init__(self, qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> None:
         self.qdata, self.scale, self.recipe = qdata, scale, recipe
 
+    # Tensor's own signature, which has no annotations: mypy takes these for a difference.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a short description: the values are not meant to be read."""
         return f"ScaledWeight({list(self.shape)}, {self.recipe!r})"
@@ -57,6 +58,7 @@ class ScaledWeight(Tensor):
         """Return the tensor that `__tensor_flatten__` flattened."""
         return ScaledWeight(inner["qdata"], inner["scale"], *rest)
 
+    # Tensor has a function of C there, whose stub is no class method.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
