@@ -104,11 +104,15 @@ def fuse(
 
 
 def _copied(graph: Graph) -> Graph:
-    copy = Graph()
-    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
+    copy, nodes = Graph(), dict[Node, Node]()
+    copied: Any = copy.graph_copy(graph, nodes, return_output_node=True)
     result, output = copied
     copy.output(result).meta = dict(output.meta)
     copy._codegen = graph._codegen
+    for old, new in nodes.items():
+        # Where Dynamo found an input, which AOTAutograd asks for.
+        if hasattr(old, "_dynamo_source"):
+            setattr(new, "_dynamo_source", old._dynamo_source)  # noqa: B010
     return copy
 
 

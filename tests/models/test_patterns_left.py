@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compiling import with_sites
 from patterns import Function, K, N, fused, llama, mlp, normed, parameters
+from small_model import SMALL, Model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weights import Wrapped
@@ -146,6 +147,19 @@ def test_a_pass_that_fails_leaves_the_graph(
     with caplog.at_level(logging.WARNING, "fused_norm.models"):
         assert fused(mlp, parameters()) == []
     assert "a graph runs unchanged because the pass failed: KeyError" in caplog.text
+
+
+@pytest.mark.pass_fails
+def test_what_a_failed_pass_leaves_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: AOTAutograd asks of each input where Dynamo found it."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr("fused_norm.models.rewrite.Rewriter._swap", fail)
+    model, x = Model(), torch.randn(2, 9, 32)
+    y = torch.compile(model, backend="fused_norm", options=SMALL)(x)
+    torch.testing.assert_close(y, model(x))
 
 
 def test_a_vmap_in_the_graph() -> None:
