@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build", metavar="TARGET", help="only build, for a GPU's architecture")
     parser.add_argument("--prebuilt", action="store_true", help="GPU edits alone, built before")
     options = parser.parse_args(arguments)
-    if options.build:
-        return build(options.build)
     if unknown := {*(options.only or ())} - {mutation.name for mutation in MUTATIONS}:
         parser.error(f"no edit is called {', '.join(sorted(unknown))}")
+    if options.build:
+        return build(options.build, options.only)
     console = Console()
     results = recorded()
     controls: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -116,10 +116,15 @@ def recorded() -> dict[str, dict[str, Any]]:
     return results
 
 
-def build(target: str) -> int:
+def build(target: str, only: Sequence[str] | None) -> int:
     """Build the wrong kernels for a GPU into the cache and return how many could not be."""
-    mutations = (each for each in MUTATIONS if each.target == "gpu")
-    return sum(build_one(each, target) for each in mutations if each.file.endswith(".mojo"))
+    return sum(
+        build_one(each, target)
+        for each in MUTATIONS
+        if each.target == "gpu"
+        and each.file.endswith(".mojo")
+        and each.name in (only or [each.name])
+    )
 
 
 def build_one(mutation: Mutation, target: str) -> int:
