@@ -34,6 +34,20 @@ class Heads(NamedTuple):
     sin: Tensor | None = None
 
 
+class Caches(NamedTuple):
+    """Where two tensors of heads are stored, token by token.
+
+    Attributes:
+        seconds: Receives the second tensor of a call, shape `[B, H, S, D]`.
+        thirds: Receives the third, in this shape.
+        slots: Which of the S slots each of T tokens is stored in, int64 `[T]`.
+    """
+
+    seconds: Tensor
+    thirds: Tensor
+    slots: Tensor
+
+
 class Rotation(NamedTuple):
     """What a call computes, without its tensors.
 

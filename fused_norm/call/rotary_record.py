@@ -12,6 +12,9 @@ FIELDS = (
     *("gamma_is_float32", "angles_are_float32"),
     *("x", "gamma", "cos", "sin", "y", "dy", "dx", "parts", "dgamma"),
     *("second_heads", "second_pitch", "second_x", "second_gamma", "second_y"),
+    *("slots", "slot_count", "tokens", "second_sequence", "second_head", "second_slot"),
+    *("third_pitch", "third_x", "third_y", "third_sequence", "third_head", "third_slot"),
+    *("y_sequence", "y_head", "y_slot"),
 )
 NUMBERS = ("eps", "weight_offset")
 

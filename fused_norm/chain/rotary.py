@@ -14,7 +14,7 @@ from fused_norm.call.memory import statistics_dtype
 from fused_norm.call.rotary_record import RotaryCall
 from fused_norm.chain import kernels
 from fused_norm.native import build
-from fused_norm.rotation import Heads, Rotation
+from fused_norm.rotation import Caches, Heads, Rotation
 
 # Elements of a head per vector on a CPU; on a GPU, for 16-bit and 32-bit numbers and for float64.
 _CPU_WIDTH, _GPU_WIDTHS = 8, (4, 2)
@@ -65,6 +65,41 @@ def serves_both(t: Heads, second: Heads, rotation: Rotation) -> bool:
     if x.dtype is not other.dtype or len({g.dtype for g in gammas if g is not None}) > 1:
         return False
     return serves(t, rotation) and serves(second._replace(cos=t.cos, sin=t.sin), rotation)
+
+
+def serves_caches(t: Heads, second: Heads, third: Tensor, into: Caches, rotation: Rotation) -> bool:
+    """Return whether a kernel rotates two tensors, and stores the second and a third in caches.
+
+    Args:
+        t: The tensors of the first, x of shape `[B, T, H, D]`.
+        second: Those of the second, as for `serves_both`.
+        third: The third.
+        into: The caches.
+        rotation: How heads of the first two are rotated.
+    """
+    other = second.x
+    if t.x.dim() != 4 or not serves_both(t, second, rotation) or third.shape != other.shape:
+        return False
+    if third.dtype is not other.dtype or not _is_index(into.slots, t.x):
+        return False
+    sizes = torch.Size([other.shape[0], other.shape[2], into.seconds.shape[2], other.shape[3]])
+    return all(cache.shape == sizes and _holds(cache, other) for cache in into[:2])
+
+
+def _is_index(slots: Tensor, x: Tensor) -> bool:
+    is_one = slots.dtype is torch.int64 and slots.shape == x.shape[1:2] and slots.stride(0) == 1
+    return is_one and slots.device == x.device
+
+
+def _holds(cache: Tensor, x: Tensor) -> bool:
+    """Return whether a kernel can write heads into a cache, each of its own elements once."""
+    *strides, of_elements = cache.stride()
+    if cache.dtype is not x.dtype or cache.device != x.device or of_elements != 1:
+        return False
+    if cache.is_neg() or 0 in strides:
+        return False
+    steps = (*(stride * x.dtype.itemsize for stride in strides), cache.data_ptr())
+    return not x.is_cuda or not any(step % _ALIGNMENT for step in steps)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool:
@@ -130,17 +165,48 @@ def forward_both(t: Heads, second: Heads, rotation: Rotation) -> tuple[Tensor, T
         rotation: How heads of both are rotated.
     """
     y, second_y = (v.new_empty(v.shape) for v in (t.x, second.x))
+    _run(t, rotation, y=y, second_y=second_y, **_second(second))
+    return y, second_y
+
+
+def _second(second: Heads) -> dict[str, Any]:
+    """Return the fields of the tensor that is rotated second, without its result."""
+    return {
+        "second_heads": second.x.shape[-2],
+        "second_pitch": pitch_of(second.x),
+        "second_x": second.x,
+        "second_gamma": second.gamma,
+    }
+
+
+def forward_into_caches(
+    t: Heads, second: Heads, third: Tensor, into: Caches, rotation: Rotation
+) -> Tensor:
+    """Return heads, normalized and rotated; store others, and a third tensor as it is, in caches.
+
+    Args:
+        t: The tensors of the heads that are returned, as for `forward`; x `[B, T, H, D]`.
+        second: Those of the heads that are stored: its cos and sin are not read.
+        third: The third tensor, with a pitch.
+        into: The caches.
+        rotation: How heads of the first two are rotated.
+    """
+    y = t.x.new_empty(t.x.shape)
+    fields: dict[str, Any] = {"third_x": third, "third_pitch": pitch_of(third)}
+    for name, cache in (("second", into.seconds), ("third", into.thirds)):
+        steps = zip(("sequence", "head", "slot"), cache.stride()[:3], strict=True)
+        fields |= {f"{name}_y": cache} | {f"{name}_{step}": size for step, size in steps}
     _run(
         t,
         rotation,
         y=y,
-        second_heads=second.x.shape[-2],
-        second_pitch=pitch_of(second.x),
-        second_x=second.x,
-        second_gamma=second.gamma,
-        second_y=second_y,
+        slots=into.slots,
+        slot_count=into.seconds.shape[2],
+        tokens=t.x.shape[1],
+        **_second(second),
+        **fields,
     )
-    return y, second_y
+    return y
 
 
 def backward(
@@ -164,8 +230,8 @@ def backward(
     return dx, dgamma.sum(0).to(t.gamma.dtype)
 
 
-def _parts(x: Tensor, second_heads: int) -> int:
-    heads, most = x.shape[:-2].numel() * (x.shape[-2] + second_heads), _MOST_PARTS
+def _parts(x: Tensor, other_heads: int) -> int:
+    heads, most = x.shape[:-2].numel() * (x.shape[-2] + other_heads), _MOST_PARTS
     if x.is_cuda:
         most = _MULTIPROCESSOR_PARTS * _multiprocessors(x.device.index or 0)
     return min(-(-heads // _PART_HEADS), most)
@@ -181,6 +247,7 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
     x = t.x
     *_, heads, D = x.shape
     units = x.numel() // D
+    others = fields.get("second_heads", 0) * (2 if "third_x" in fields else 1)
     module, context, threads = kernels.passes_for(x)
     record = RotaryCall(
         context=context,
@@ -194,7 +261,7 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
         is_normalized=rotation.is_normalized,
         eps=rotation.eps,
         weight_offset=rotation.weight_offset,
-        parts=_parts(x, fields.get("second_heads", 0)),
+        parts=_parts(x, others),
     )
     for gamma in (t.gamma, fields.get("second_gamma")):
         if gamma is not None:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from fused_norm.chain.rotary import has_kernel
+from fused_norm.models.cache_writes import write_caches
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
@@ -37,10 +38,11 @@ _LEAST_ELEMENTS = 1 << 17
 
 @dataclass
 class _Found:
-    """A rotation that a kernel computes, and its site."""
+    """A rotation that a kernel computes, its site, and the call that computes it."""
 
     r: Rotary
     site: Site
+    call: Node | None = None
 
 
 def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -> list[Site]:
@@ -54,6 +56,7 @@ def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -
     sites: list[Site] = []
     # Rotations whose angles another one may share.
     waiting: list[_Found] = []
+    every: list[_Found] = []
     for node in list(emitter.graph.nodes):
         r = _rotary_at(node)
         if r is None:
@@ -74,6 +77,7 @@ def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -
         except Left as left:
             found.site.reason = str(left)
             continue
+        every.append(found)
         for each in waiting:
             place = place_of_both(each.r, r, emitter.flow)
             if place is not None and _fuse([each, found], place, emitter, small):
@@ -83,7 +87,22 @@ def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -
             waiting.append(found)
     for each in waiting:
         _fuse([each], each.r.root, emitter, small)
+    _write_caches(Emitter(emitter.graph), every)
     return sites
+
+
+def _write_caches(emitter: Emitter, found: list[_Found]) -> None:
+    """Let calls that rotate queries and keys write the keys to a cache, with the values."""
+    for both in dict.fromkeys(one.call for one in found):
+        if both is None or both.target is not rotate_both:
+            continue
+        if saved := write_caches(both, emitter):
+            sites = [one.site for one in found if one.call is both]
+            for site in sites:
+                site.calls = [f"{site.calls[0]}, into caches"]
+                # Of two writes one each.
+                site.ops_before += 1
+            sites[-1].bytes_saved += saved
 
 
 def _rotary_at(node: Node) -> Rotary | None:
@@ -172,16 +191,18 @@ def _put(found: list[_Found], place: Node, emitter: Emitter) -> None:
         eps, offset = (0.0, 0.0) if first.norm is None else (first.norm.eps, first.norm.offset)
         options = (first.norm is not None, float(eps), float(offset), first.is_interleaved)
         if len(found) == 1:
-            ys = [emit(rotate_heads, *tensors, *angles, *options)]
+            call = emit(rotate_heads, *tensors, *angles, *options)
+            ys = [call]
         else:
-            both = emit(rotate_both, *tensors, *angles, *options)
-            ys = [emit(operator.getitem, both, i) for i in range(2)]
+            call = emit(rotate_both, *tensors, *angles, *options)
+            ys = [emit(operator.getitem, call, i) for i in range(2)]
         results = [_as_root(one.r, y, emit) for one, y in zip(found, ys, strict=True)]
     name = ("rotary" if len(found) == 1 else "rotary of both") + (
         "" if first.norm is None else ": rms_norm"
     )
     for one, y in zip(found, results, strict=True):
         site, root = one.site, one.r.root
+        one.call = call
         site.calls, site.implementation, site.reason = [name], "kernels", ""
         if len(found) == 1:
             emitter.replace(root, y, one.r.inner, emitter.made, site)

@@ -145,6 +145,7 @@ def _define(schema: str, fake: Callable[..., Any] | None, rows: int) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if fake is not None:
         torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
+    if fake is not None and "!" not in schema:
         torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
 
 

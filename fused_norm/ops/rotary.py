@@ -23,13 +23,14 @@ from fused_norm.rotation import Heads, Rotation
 
 _TENSORS = "Tensor x, Tensor? gamma, Tensor? cos, Tensor? sin"
 _BOTH = "Tensor x, Tensor? gamma, Tensor second_x, Tensor? second_gamma, Tensor? cos, Tensor? sin"
-_OPTIONS = "bool is_normalized, float eps, float weight_offset, bool is_interleaved, bool is_half"
+OPTIONS = "bool is_normalized, float eps, float weight_offset, bool is_interleaved, bool is_half"
 _COUNT = len(Heads._fields)
 # Tensors of a call on two tensors of heads.
 _COUNT_OF_BOTH = _COUNT + 2
 
 
-def _unpacked(arguments: tuple[Any, ...]) -> tuple[Heads, Rotation]:
+def unpacked(arguments: tuple[Any, ...]) -> tuple[Heads, Rotation]:
+    """Return the arguments of a call on one tensor, in memory that kernels can read."""
     x, *others = arguments[:_COUNT]
     if kernels.pitch_of(x) is None:
         (x,) = in_aligned_memory(x)
@@ -37,16 +38,17 @@ def _unpacked(arguments: tuple[Any, ...]) -> tuple[Heads, Rotation]:
 
 
 def _forward(*arguments: Any) -> Tensor:
-    t, rotation = _unpacked(arguments)
+    t, rotation = unpacked(arguments)
     if kernels.serves(t, rotation):
         return kernels.forward(t, rotation)
     return formulas.by_pytorch(t, rotation).contiguous()
 
 
-def _forward_of_both(*arguments: Any) -> tuple[Tensor, Tensor]:
+def rotated_both(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return both results of the op on two tensors, by one launch or by two calls."""
     one, other = _of_each(arguments)
-    t, rotation = _unpacked(one)
-    second, _ = _unpacked(other)
+    t, rotation = unpacked(one)
+    second, _ = unpacked(other)
     if kernels.serves_both(t, second, rotation):
         return kernels.forward_both(t, second, rotation)
     return _forward(*one), _forward(*other)
@@ -68,7 +70,7 @@ def _fake_forward_of_both(x: Tensor, _: Any, second_x: Tensor, *rest: Any) -> An
 
 def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     *rest, wants_gamma = arguments
-    t, rotation = _unpacked(tuple(rest))
+    t, rotation = unpacked(tuple(rest))
     (dy,) = in_aligned_memory(grad_output)
     if kernels.serves(t, rotation):
         dx, dgamma = kernels.backward(dy, t, rotation, wants_gamma)
@@ -101,14 +103,14 @@ def _fake_backward(_: Tensor, x: Tensor, gamma: Tensor | None, *rest: Any) -> li
     return without_none([torch.empty_like(x), dgamma], x)
 
 
-_forward_op = define_in_python(f"rotary({_TENSORS}, {_OPTIONS}) -> Tensor", _forward, _fake_forward)
+_forward_op = define_in_python(f"rotary({_TENSORS}, {OPTIONS}) -> Tensor", _forward, _fake_forward)
 _forward_of_both_op = define_in_python(
-    f"rotary_of_both({_BOTH}, {_OPTIONS}) -> (Tensor, Tensor)",
-    _forward_of_both,
+    f"rotary_of_both({_BOTH}, {OPTIONS}) -> (Tensor, Tensor)",
+    rotated_both,
     _fake_forward_of_both,
 )
 _backward_op = define_in_python(
-    f"rotary_backward(Tensor grad_output, {_TENSORS}, {_OPTIONS}, bool wants_gamma) -> Tensor[]",
+    f"rotary_backward(Tensor grad_output, {_TENSORS}, {OPTIONS}, bool wants_gamma) -> Tensor[]",
     _backward,
     _fake_backward,
 )

@@ -4,6 +4,8 @@ A test compares the two field by field. Every field takes eight bytes. Tensors a
 0 for one that is not there. There are M rows of `heads` vectors of D elements.
 """
 
+from std.os import abort
+
 from ..argument import KernelArgument
 
 
@@ -68,7 +70,37 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     var second_gamma: Int
     """Weight of its norm [D], of the type of gamma; 0 for ones."""
     var second_y: Int
-    """Its result [M, second_heads, D]."""
+    """Its result [M, second_heads, D]; where there are slots, a cache [sequences, second_heads, slot_count, D]."""
+    var slots: Int
+    """Where caches have the tokens of a sequence [tokens], int64; 0 where the results are dense."""
+    var slot_count: Int
+    """Tokens of a sequence that a cache has room for."""
+    var tokens: Int
+    """Rows of a sequence: row m is token m % tokens of sequence m // tokens."""
+    var second_sequence: Int
+    """Elements from one sequence of second_y to the next."""
+    var second_head: Int
+    """Elements from one head of it to the next."""
+    var second_slot: Int
+    """Elements from one token of it to the next."""
+    var third_pitch: Int
+    """Elements from one row to the next of a third tensor, such as values, that is stored like the second as it is."""
+    var third_x: Int
+    """Its heads [M, second_heads, D]; 0 without one."""
+    var third_y: Int
+    """Its cache, in the layout of the second's or another one."""
+    var third_sequence: Int
+    """Elements from one sequence of third_y to the next."""
+    var third_head: Int
+    """Elements from one head of it to the next."""
+    var third_slot: Int
+    """Elements from one token of it to the next."""
+    var y_sequence: Int
+    """Elements from one sequence of y to the next, where y is a cache: the kernel sets it, as the next two."""
+    var y_head: Int
+    """Elements from one head of it to the next."""
+    var y_slot: Int
+    """Elements from one token of it to the next; 0 where y is dense."""
 
     def units(self) -> Int:
         """Counts the heads of all rows of x.
@@ -94,6 +126,23 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
         self.x = self.second_x
         self.gamma = self.second_gamma
         self.y = self.second_y
+        self.y_sequence = self.second_sequence
+        self.y_head = self.second_head
+        self.y_slot = self.second_slot
+
+    @always_inline
+    def turn_to_third(mut self):
+        """Makes the third tensor the first, neither normalized nor rotated."""
+        self.heads = self.second_heads
+        self.pitch = self.third_pitch
+        self.x = self.third_x
+        self.y = self.third_y
+        self.y_sequence = self.third_sequence
+        self.y_head = self.third_head
+        self.y_slot = self.third_slot
+        self.gamma = 0
+        self.is_normalized = 0
+        self.rotary = 0
 
     @always_inline
     def start_of(self, unit: Int) -> Int:
@@ -107,6 +156,40 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
         """
         var row = unit // self.heads
         return row * self.pitch + (unit - row * self.heads) * self.D
+
+    @always_inline
+    def step_of_y(self) -> Int:
+        """Returns the elements from one head of y to the next.
+
+        Returns:
+            How many.
+        """
+        return self.D if self.y_slot == 0 else self.y_head
+
+    @always_inline
+    def start_of_y(self, row: Int, head: Int) -> Int:
+        """Locates a head of y. A slot that a cache does not have ends the program, as in PyTorch.
+
+        Args:
+            row: The row.
+            head: Which head of it.
+
+        Returns:
+            The index of its first element.
+        """
+        if self.y_slot == 0:
+            return (row * self.heads + head) * self.D
+        var sequence = row // self.tokens
+        var slot = Int(
+            Pointer[Int64, MutAnyOrigin](unsafe_from_address=self.slots)
+            .unsafe_offset(row - sequence * self.tokens)
+            .unsafe_load()
+        )
+        if slot < 0 or slot >= self.slot_count:
+            abort()
+        return (
+            sequence * self.y_sequence + head * self.y_head + slot * self.y_slot
+        )
 
 
 comptime RotaryPointer = Pointer[RotaryCall, MutUntrackedOrigin]

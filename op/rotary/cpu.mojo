@@ -27,7 +27,7 @@ def run_rotary[dtype: DType](call: RotaryCall):
         call.y if call.dy == 0 else call.dx,
         call.units() * call.D * size_of[dtype](),
     )
-    if call.second_heads > 0:
+    if call.second_heads > 0 and call.slots == 0:
         prefer_large_pages(
             call.second_y, call.second_units() * call.D * size_of[dtype]()
         )
@@ -77,19 +77,24 @@ def _angles[
 
 
 def _forward_part[dtype: DType](data: Data, part: Int):
-    """Computes y of the heads of a part, those of the second tensor after those of the first."""
+    """Computes y of the heads of a part: of the first tensor, then of the second, then of the third."""
     ref call = data.unsafe_bitcast[RotaryCall]()[]
-    var units = call.units()
-    var size = ceildiv(units + call.second_units(), call.parts)
+    var first, second = call.units(), call.second_units()
+    var third = second if call.third_x != 0 else 0
+    var size = ceildiv(first + second + third, call.parts)
     var begin = part * size
     var end = begin + size
-    _forward_heads[dtype](call, begin, min(end, units))
-    if end > units and call.second_heads > 0:
-        var second = call
-        second.turn_to_second()
-        _forward_heads[dtype](
-            second, max(begin - units, 0), min(end - units, second.units())
-        )
+    _forward_heads[dtype](call, begin, min(end, first))
+    begin, end = max(begin - first, 0), end - first
+    if end > 0 and second > 0:
+        var its = call
+        its.turn_to_second()
+        _forward_heads[dtype](its, begin, min(end, second))
+    begin, end = max(begin - second, 0), end - second
+    if end > 0 and third > 0:
+        var its = call
+        its.turn_to_third()
+        _forward_heads[dtype](its, begin, min(end, third))
 
 
 def _forward_heads[dtype: DType](call: RotaryCall, begin: Int, end: Int):
@@ -97,9 +102,9 @@ def _forward_heads[dtype: DType](call: RotaryCall, begin: Int, end: Int):
     comptime accum = accumulator[dtype]()
     var interleaved = call.is_interleaved != 0
     for unit in range(begin, end):
-        var start = unit * call.D
         var own = call.start_of(unit)
         var row = unit // call.heads
+        var start = call.start_of_y(row, unit - row * call.heads)
         var rstd = _rstd[dtype](call, own)
         for i in range(call.D // (2 * WIDTH)):
             var places = Places(i, WIDTH, call.rotary)

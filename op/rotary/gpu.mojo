@@ -83,13 +83,15 @@ def _launch[
     var blocks = ceildiv(_shares(call.M, call.heads, share), groups)
     if call.dgamma != 0:
         blocks = call.parts
+    var seconds = ceildiv(_shares(call.M, call.second_heads, share), groups)
+    var thirds = seconds if call.third_x != 0 else 0
     gpu.stream.enqueue_function(
         compiled,
         call,
         Int32(lanes),
         Int32(blocks),
-        grid_dim=blocks
-        + ceildiv(_shares(call.M, call.second_heads, share), groups),
+        Int32(seconds),
+        grid_dim=blocks + seconds + thirds,
         block_dim=THREADS,
         attributes=pdl_attributes(),
     )
@@ -116,11 +118,11 @@ def _sum_of_lanes[
 
 def rotary_kernel[
     dtype: DType, backward: Bool
-](given: RotaryCall, lanes: Int32, blocks: Int32):
+](given: RotaryCall, lanes: Int32, blocks: Int32, seconds: Int32):
     """Normalizes and rotates heads, or computes the gradient of that.
 
-    Grid: (heads of all rows) / share / (THREADS / lanes) of x, then of the second tensor; where a gradient of gamma
-    is wanted, parts of the heads. Block: THREADS threads, `lanes` of them for some heads of one row.
+    Grid: (heads of all rows) / share / (THREADS / lanes) of x, then of the second tensor and of the third;
+    where a gradient of gamma is wanted, parts of the heads. Block: THREADS threads, `lanes` of them for some heads of one row.
 
     Parameters:
         dtype: The type of x, y and their gradients.
@@ -130,6 +132,7 @@ def rotary_kernel[
         given: The heads.
         lanes: Lanes of a head.
         blocks: How many blocks have heads of x.
+        seconds: How many have heads of the second tensor.
     """
     pdl_wait()
     pdl_trigger()
@@ -141,7 +144,11 @@ def rotary_kernel[
         var call = given
         if block >= Int(blocks):
             block -= Int(blocks)
-            call.turn_to_second()
+            if block < Int(seconds):
+                call.turn_to_second()
+            else:
+                block -= Int(seconds)
+                call.turn_to_third()
         _compute[dtype, False](call, lanes, block)
 
 
@@ -181,6 +188,11 @@ def _compute[
         var head = (its_share - row * shares_of_row) * share
         var heads = min(call.heads - head, share) if is_here else 0
         var start = (row * call.heads + head) * call.D
+        var step = call.D
+        comptime if not backward:
+            if is_here:
+                start = call.start_of_y(row, head)
+                step = call.step_of_y()
         # All loads are in flight before the first is used.
         var xs = StaticTuple[Raw, share](fill=Raw(0, 0))
         var dys = StaticTuple[Raw, share](fill=Raw(0, 0))
@@ -230,7 +242,7 @@ def _compute[
                     mean /= Scalar[accum](call.D)
                     z = (z - n * mean) * rstd
             if i < heads:
-                z.store[dtype, bytes](output, start + i * call.D, places)
+                z.store[dtype, bytes](output, start + i * step, places)
     comptime if backward:
         if call.dgamma != 0:
             _store_sums[accum, width](

@@ -18,6 +18,8 @@ COLUMNS = ("tests/ops/test_fp8_gate_columns.py", "-k", "recipes or of_two_layers
 COLUMNS_REFUSED = ("tests/ops/test_fp8_gate_columns_decided.py", "-k", "no_use")
 COLUMNS_SHARED = ("tests/ops/test_fp8_gate_columns_kept.py", "-k", "second_weight or stale")
 ROTARY = ("tests/ops/test_rotary.py", "-k", "values_and_gradients and float32 or each_row")
+CACHES = ("tests/ops/test_rotary_cache.py", "-k", "two_calls and float32")
+WRITES_LEFT = ("tests/models/test_cache_writes.py", "-k", "as_they_were")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -411,5 +413,29 @@ MUTATIONS = (
         "self.a = 2 * index * width",
         "self.a = index * width",
         ROTARY,
+    ),
+    Mutation(
+        "a token is stored in the slot of its number",
+        "cpu",
+        "op/rotary/call.mojo",
+        "+ slot * self.y_slot",
+        "+ (row - sequence * self.tokens) * self.y_slot",
+        CACHES,
+    ),
+    Mutation(
+        "keys are stored as they are rotated after their heads were written",
+        "cpu",
+        "fused_norm/models/cache_writes.py",
+        " and not flow.is_written(tensors, both, other)",
+        "",
+        WRITES_LEFT,
+    ),
+    Mutation(
+        "values are stored in a cache before what is read from it",
+        "cpu",
+        "fused_norm/models/cache_writes.py",
+        "    while is_tensor(other) and not computes(other):",
+        "    while is_tensor(other) and not _is_write(other, None):",
+        WRITES_LEFT,
     ),
 )
