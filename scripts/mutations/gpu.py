@@ -13,6 +13,7 @@ HOPPER = (
     "-k",
     "bfloat16 and not spills",
 )
+ENTRIES = ("tests/op/norm_linear/test_sm90.py", "-k", "bfloat16 and not spills")
 ROWS_PASSED = (
     "tests/chain/test_linear.py",
     "-k",
@@ -43,6 +44,7 @@ _ENTRIES = ("sm90_entries", "bfloat16", "tests/mojo")
 _EIGHT_BITS = ("fp8_sm90", "bfloat16")
 KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     HOPPER: (_PRODUCT, _ENTRIES),
+    ENTRIES: (_PRODUCT, _ENTRIES),
     PASSED_ROWS: (_PRODUCT, _ENTRIES),
     GROUPED: (_PRODUCT,),
     GROUPED_HALF: (("norm_linear_sm90", "float16"),),
@@ -105,7 +107,7 @@ MUTATIONS = (
         f"{SM90}/fold_kernel.mojo",
         "    pdl_wait()\n",
         "",
-        HOPPER,
+        ENTRIES,
     ),
     Mutation(
         "few rows are read while the norm still writes them",
@@ -113,7 +115,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/few_rows/producer.mojo",
         "                if waits or product.a_is_new != 0:\n                    pdl_wait()\n",
         "",
-        HOPPER,
+        ENTRIES,
     ),
     Mutation(
         "no mean in the epilogue",
@@ -146,7 +148,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/multiplier.mojo",
         "        self._ping_pong_wait(waits)\n",
         "        pass\n",
-        HOPPER,
+        ENTRIES,
     ),
     Mutation(
         "threads store a column beyond the last one",
