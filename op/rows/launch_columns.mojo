@@ -70,7 +70,12 @@ def _column_parts[
             ceildiv(rows, _FEWEST_PART_ROWS),
         )
     comptime if P.columns == 0:
-        return min(ceildiv(rows, _STORING_PART_ROWS), _MOST_PARTS)
+        # Few rows are shared by all SMs, one for each warp at least.
+        var parts = max(
+            ceildiv(rows, _STORING_PART_ROWS),
+            ceildiv(_STORING_BLOCKS_PER_SM * gpu.processors, across),
+        )
+        return min(parts, ceildiv(rows, COLUMN_WARPS), _MOST_PARTS)
     var waves = _WAVES * _STORING_BLOCKS_PER_SM * gpu.processors
     return max(1, min(waves // across, ceildiv(rows, _FEWEST_PART_ROWS)))
 
