@@ -13,6 +13,10 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
+from std.sys import inlined_assembly, is_nvidia_gpu
+
+comptime LINE = 128
+"""Bytes of a line that is fetched."""
 
 
 def pdl_attributes() -> List[LaunchAttribute]:
@@ -34,3 +38,20 @@ def pdl_wait():
 def pdl_trigger():
     """Allows the next grid of the stream to start before this one ends."""
     launch_dependent_grids()
+
+
+@always_inline
+def prefetch(address: Int):
+    """Asks for a line of memory in the L2 cache, which any kernel may do before it waits: nothing is read.
+
+    A vector that was last read a layer ago comes from DRAM otherwise, after all that the next kernel asks for ahead.
+
+    Args:
+        address: An address in the line, of 128 bytes.
+    """
+    comptime if is_nvidia_gpu():
+        inlined_assembly[
+            "prefetch.global.L2::evict_last [$0];",
+            NoneType,
+            constraints="l",
+        ](Int64(address))

@@ -9,7 +9,7 @@ from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..device import Gpu
-from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait, prefetch
 from ..rows.operands import accumulator
 from .call import RotaryCall
 from .pair import Pair, Places, angles_of, gamma_of, load
@@ -134,10 +134,10 @@ def rotary_kernel[
         blocks: How many blocks have heads of x.
         seconds: How many have heads of the second tensor.
     """
-    pdl_wait()
-    pdl_trigger()
     var block = Int(block_idx.x)
     comptime if backward:
+        pdl_wait()
+        pdl_trigger()
         # No copy: it would take registers that two blocks at once have not.
         _compute[dtype, True](given, lanes, block)
     else:
@@ -169,9 +169,6 @@ def _compute[
     var places = Places(lane, width, call.rotary)
     var has_pair = lane * 2 * width < call.D
     var sums = Pair[accum, width](0, 0)
-    var g = Pair[accum, width](1, 1)
-    if has_pair and call.is_normalized != 0:
-        g = gamma_of[dtype, accum, width, bytes](call, places)
     var shares_of_row = ceildiv(call.heads, share)
     var shares = _shares(call.M, call.heads, share)
     # A block has one share for each group of its lanes; or those of its part, where it adds up over them.
@@ -180,12 +177,27 @@ def _compute[
         size = ceildiv(shares, Int(grid_dim.x))
     var first = block * size
     var last = min(first + size, shares)
+    # A block of a forward has one share for each group: what locates it is computed while the kernel before ends.
+    var own_share = first + group
+    var own_row = own_share // shares_of_row
+    var own_head = (own_share - own_row * shares_of_row) * share
+    comptime if not backward:
+        if has_pair:
+            _prefetch[dtype](call, own_row, places)
+        pdl_wait()
+        pdl_trigger()
+    var g = Pair[accum, width](1, 1)
+    if has_pair and call.is_normalized != 0:
+        g = gamma_of[dtype, accum, width, bytes](call, places)
     for begin in range(first, last, groups):
         var its_share = begin + group
         # All lanes of a warp take part in its sums.
         var is_here = has_pair and its_share < last
-        var row = its_share // shares_of_row
-        var head = (its_share - row * shares_of_row) * share
+        var row = own_row
+        var head = own_head
+        comptime if backward:
+            row = its_share // shares_of_row
+            head = (its_share - row * shares_of_row) * share
         var heads = min(call.heads - head, share) if is_here else 0
         var start = (row * call.heads + head) * call.D
         var step = call.D
@@ -248,6 +260,23 @@ def _compute[
             _store_sums[accum, width](
                 sums, call.D, places, has_pair, group, groups, call.dgamma
             )
+
+
+@always_inline
+def _prefetch[dtype: DType](call: RotaryCall, row: Int, places: Places):
+    """Has what a head's pair needs other than x fetched while the kernel before ends."""
+    if places.is_rotated:
+        var size = (
+            size_of[DType.float32]() if call.angles_are_float32
+            != 0 else size_of[dtype]()
+        )
+        var first = row % call.positions * call.angles + places.a
+        prefetch(call.cos + first * size)
+        prefetch(call.sin + first * size)
+    if call.gamma != 0:
+        prefetch(call.gamma + places.a * size_of[dtype]())
+    if call.slots != 0:
+        prefetch(call.slots + row % call.tokens * size_of[DType.int64]())
 
 
 @always_inline

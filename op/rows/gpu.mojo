@@ -29,13 +29,16 @@ from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from ..pdl import pdl_trigger, pdl_wait
+from ..pdl import LINE, pdl_trigger, pdl_wait, prefetch
 from .gpu_elements import GlobalPointer, load_row
 from .gpu_row import ColumnSums, RowReader
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .shape import Shape
 from .values import CAPACITY, Redo, Row, Terms, Values
+
+# Rows that take less time than the misses of their features.
+comptime _FEW_ROWS = 64
 
 comptime _SharedPointer[dtype: DType] = Pointer[
     Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
@@ -141,6 +144,8 @@ def row_kernel[
     comptime assert (
         shape.resident or not shape.persistent
     ), "persistent blocks keep their rows in registers"
+    comptime if not shape.persistent and P.features > 0:
+        _prefetch_features[P, ftype](operands)
     pdl_wait()
     pdl_trigger()
     var shared = stack_allocation[
@@ -211,6 +216,18 @@ def row_kernel[
             _long_row[P, dtype, ftype, shape](
                 operands, index, group, start, step, shared
             )
+
+
+@always_inline
+def _prefetch_features[P: RowProgram, ftype: DType](operands: Operands[...]):
+    """Has the features of a few rows fetched while the kernel before ends. Those of more are soon in the cache."""
+    if operands.rows > _FEW_ROWS:
+        return
+    var bytes = Int(operands.length) * size_of[ftype]()
+    for offset in range(thread_idx.x * LINE, bytes, block_dim.x * LINE):
+        comptime for k in range(P.features):
+            if operands.features[k] != 0:
+                prefetch(Int(operands.features[k]) + offset)
 
 
 @always_inline

@@ -34,7 +34,7 @@ from ..barriers import (
     named_barrier_sync,
 )
 from ..eight_bits import result_type, right_type
-from ..parts import SIDE_BY_SIDE, WHOLE, size_of_part
+from ..parts import HALVES, SIDE_BY_SIDE, WHOLE, size_of_part
 from ..product import Product
 from ..ring import RingPlace
 from ..shared_memory import (
@@ -42,6 +42,7 @@ from ..shared_memory import (
     shared_value,
     store_remote_value,
     store_shared_pair,
+    store_shared_value,
 )
 from ..tensor_map import Map, Maps
 from ..tma import address_of
@@ -55,7 +56,7 @@ from ..wgmma import (
     wait_previous,
 )
 from .addend import FewRowsAddend
-from .column_terms import load_column_terms
+from .column_terms import load_column_terms, prefetch_column_terms
 from .layout import (
     B_BYTES,
     FEW_CLUSTER,
@@ -198,6 +199,11 @@ def few_rows_kernel[
             elif own_tile.part == 2:
                 c = third_c
         var row_pitch = pitch if pitch != 0 else n
+        var columns = own_tile.columns_of(warp_in_block, UInt32(n))
+        if rank == 0 and lane == 0 and columns.first < columns.width:
+            prefetch_column_terms(
+                product, own_tile, columns.first, columns.half
+            )
         var addend = FewRowsAddend[c_dtype, rows]()
         comptime if E.adds_last:
             # An earlier grid may still be writing it; the products wait for that one, too.
@@ -306,31 +312,24 @@ def few_rows_kernel[
                 terms[i] = product.epilogue.row_terms(
                     Int(min(Int32(row) + Int32(lane & 3) * 2, product.m - 1))
                 )
-        # Row lane / 4 of b's 16 in this warp, and the one 8 below.
-        var gates = StaticTuple[Float32, rows // 4](0)
+        # Row lane / 4 of b's 16 in this warp, and the one 8 below. Of a gate's two b, two warps have each; of one b
+        # whose rows alternate, the one below is the other half.
+        comptime is_apart = parts == HALVES
+        comptime alternates = E.is_gate and not is_apart
+        var gates = StaticTuple[Float32, rows // 2](0)
         comptime for below in range(2):
-            var output = (
-                own_tile.first_output
-                + warp_in_block * 16
-                + (lane >> 2)
-                + UInt32(8 * below)
-            )
-            if output < UInt32(n):
-                # Its place in the half of a gate that it belongs to.
-                var column = Int(
-                    own_tile.first_output // 2 + warp_in_block * 8 + (lane >> 2)
-                )
-                var columns = load_column_terms[below](
-                    product, own_tile, output, column
+            var output = columns.first + (lane >> 2) + UInt32(8 * below)
+            if output < columns.width:
+                var vectors = load_column_terms(
+                    product, own_tile, output, columns.half
                 )
                 comptime for group in range(rows // 8):
                     comptime for side in range(2):
                         comptime i = group * 4 + below * 2 + side
                         var row = UInt32(group * 8 + side) + (lane & 3) * 2
                         if row < UInt32(product.m):
-                            var other = shared_value(
-                                partial + thread * 4 + UInt32(i * 128 * 4)
-                            )
+                            var own = partial + thread * 4 + UInt32(i * 128 * 4)
+                            var other = shared_value(own)
                             comptime if E.adds:
                                 other += (
                                     Pointer[
@@ -347,7 +346,7 @@ def few_rows_kernel[
                             var sum = product.epilogue.finish[DType.float32, 1](
                                 rebind[Float32](accumulator[i]) + other,
                                 terms[group * 2 + side],
-                                columns,
+                                vectors,
                                 Int(row),
                                 Int(output),
                             )
@@ -358,32 +357,63 @@ def few_rows_kernel[
                                     Int(row) * Int(row_pitch) + Int(output)
                                 ).unsafe_store(sum.cast[c_dtype]())
                                 continue
-                            var width = Int(n)
-                            comptime if E.is_gate:
+                            var width = Int(columns.width)
+                            var place = Int(output)
+                            comptime if alternates:
                                 width //= 2
-                            else:
-                                column = Int(output)
+                                place = Int(
+                                    own_tile.first_output // 2
+                                    + warp_in_block * 8
+                                    + (lane >> 2)
+                                )
                             var h = product.epilogue.h()
                             if h != 0:
+                                var half = columns.half
+                                comptime if alternates:
+                                    half = UInt32(below)
                                 Pointer[Scalar[c_dtype], MutAnyOrigin](
                                     unsafe_from_address=h
                                 ).unsafe_offset(
                                     Int(row) * Int(n)
-                                    + column
-                                    + (below * width if E.is_gate else 0)
+                                    + place
+                                    + Int(half) * width
                                 ).unsafe_store(
                                     sum.cast[c_dtype]()
                                 )
-                            comptime at = group * 2 + side
-                            comptime if E.is_gate and below == 0:
-                                gates[at] = sum
+                            comptime if is_apart:
+                                # The other block's sum was read: its place now has what the gate multiplies.
+                                gates[i] = sum
+                                if columns.half == 1:
+                                    store_shared_value(own, sum)
+                            elif alternates and below == 0:
+                                gates[i] = sum
                             else:
+                                comptime gate = i - 2 if alternates else i
                                 c.unsafe_offset(
-                                    Int(row) * width + column
+                                    Int(row) * width + place
                                 ).unsafe_store(
                                     product.epilogue.activated[1](
-                                        gates[at] if E.is_gate else sum, sum
+                                        gates[gate] if alternates else sum, sum
                                     ).cast[c_dtype]()
                                 )
+        comptime if is_apart:
+            named_barrier_sync(1, 128)
+            if columns.half == 0:
+                comptime for i in range(rows // 2):
+                    var output = (
+                        columns.first + (lane >> 2) + UInt32(i // 2 % 2 * 8)
+                    )
+                    var row = UInt32(i // 4 * 8 + i % 2) + (lane & 3) * 2
+                    if output < columns.width and row < UInt32(product.m):
+                        var up = shared_value(
+                            partial + (thread + 64) * 4 + UInt32(i * 128 * 4)
+                        )
+                        c.unsafe_offset(
+                            Int(row) * Int(columns.width) + Int(output)
+                        ).unsafe_store(
+                            product.epilogue.activated[1](gates[i], up).cast[
+                                c_dtype
+                            ]()
+                        )
         comptime if not persistent:
             return

@@ -9,8 +9,8 @@ comptime FEW_CLUSTER = 2
 """Blocks of a cluster, which share the columns of K."""
 comptime FEW_OUTPUTS = 64
 """Columns of c that a cluster computes."""
-comptime GATE_ROWS = 8
-"""Rows of a gate's two matrices that alternate among the columns of a cluster."""
+comptime GATE_ROWS = FEW_OUTPUTS // 2
+"""Rows of each of a gate's two matrices among the columns of a cluster, which two warps have."""
 comptime B_BYTES = FEW_OUTPUTS * ROW_BYTES
 """Bytes of b in one slot of the ring."""
 # Dynamic shared memory of a block that has an SM to itself, and of one that shares it.

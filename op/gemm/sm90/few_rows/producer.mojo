@@ -34,13 +34,13 @@ def _load_b[
     var barrier = shared.full(slot)
     mbarrier_expect_bytes(barrier, Int32(B_BYTES + shared.a_bytes))
     comptime if parts == HALVES:
-        comptime for i in range(FEW_OUTPUTS // GATE_ROWS):
+        comptime for i in range(2):
             load_tile(
                 shared.b_tile(slot) + UInt32(i * GATE_ROWS * ROW_BYTES),
-                part_of(map, UInt32(i % 2)),
+                part_of(map, UInt32(i)),
                 barrier,
                 k,
-                output // 2 + Int32(i // 2 * GATE_ROWS),
+                output // 2,
             )
         return
     load_tile(

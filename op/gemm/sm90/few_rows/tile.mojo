@@ -48,3 +48,35 @@ struct FewRowsTile[parts: Int](TrivialRegisterPassable):
             var found = Parts(sizes, FEW_OUTPUTS).find(tile)
             self.part = found[0]
             self.first_output = found[1] * FEW_OUTPUTS
+
+    @always_inline
+    def columns_of(self, warp: UInt32, n: UInt32) -> WarpColumns:
+        """Returns the columns of a warp's sums.
+
+        Args:
+            warp: Which of the warps that multiply.
+            n: Columns of c, of a gate twice as many.
+
+        Returns:
+            The columns.
+        """
+        comptime if Self.parts == HALVES:
+            return {
+                warp // 2,
+                n // 2,
+                self.first_output // 2 + (warp & 1) * 16,
+            }
+        return {0, n, self.first_output + warp * 16}
+
+
+@doc_hidden
+@fieldwise_init
+struct WarpColumns(TrivialRegisterPassable):
+    """16 columns whose sums a warp has."""
+
+    var half: UInt32
+    """Of a gate: which of its two matrices."""
+    var width: UInt32
+    """How many columns c has, or that half of it."""
+    var first: UInt32
+    """The first of the 16 there."""
