@@ -16,17 +16,22 @@ from fused_norm.devices.costs import DIRECTIONS, Measured
 
 BLOCKS = "benchmarks/results/h100-blocks.json"
 OTHER_BLOCKS = "benchmarks/results/h200-blocks.json"
-FP8 = "benchmarks/results/h100-fp8-blocks.json"
+FP8 = "benchmarks/results/h200-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
-DECODING = "benchmarks/results/h100-decode.json"
+DECODING = "benchmarks/results/h200-decode.json"
 FAMILY = "benchmarks/results/h200-family.json"
 FAMILY_DTYPES = "benchmarks/results/h200-family-dtypes.json"
-MODELS = ("benchmarks/results/h100-models.json", "benchmarks/results/h200-models.json")
+MODELS = "benchmarks/results/h200-models.json"
 MODEL_TITLES = {
     "vit": "ViT-L",
     "llama": "LLaMA 1B",
+    "qwen3": "Qwen3 0.6B",
+    "gpt2": "GPT-2 XL",
     "whisper": "Whisper large",
     "dit": "DiT-XL",
+    "bert": "BERT-large",
+    "modernbert": "ModernBERT",
+    "siglip": "SigLIP",
 }
 ROW_OP = "layer_norm"
 CPUS = {
@@ -44,6 +49,8 @@ PEER = "compile"
 # The result that represents us if a block is measured in several ways.
 BACKEND = "fused_norm-compile-inductor"
 FROZEN = f"{BACKEND}-frozen"
+# That of decoding with weights in FP8.
+EIGHT_BITS = "fused_norm FP8, frozen"
 
 
 def short(gpu: str) -> str:
@@ -103,7 +110,7 @@ def table(root: Path) -> str:
         if path == BLOCKS:
             lines.append(["a block, launched", place, *_pairs(run, "launch"), ""])
             lines += [_eight_bits(root / FP8), _head(root / HEAD), *_decoding(root / DECODING)]
-    lines += _models([root / path for path in MODELS])
+    lines += _models(root / MODELS)
     family = runs.load(root / FAMILY)
     place = f"{short(family.environment.gpu)}, bfloat16"
     lines += [
@@ -185,31 +192,22 @@ def _head(path: Path) -> list[str]:
 def _decoding(path: Path) -> list[list[str]]:
     """Return a line for each number of sequences of which a token goes through blocks."""
     run = json.loads(path.read_text())
-    place = f"{short(run['environment']['gpu'])}, bfloat16"
-    lines = []
+    gpu, lines = short(run["environment"]["gpu"]), []
     for case in run["cases"]:
-        eager, *both = (case["results"][who]["us"] for who in ("eager", "fused_norm", PEER))
-        ours, peer = (time / eager for time in both)
+        names = ("fused_norm", EIGHT_BITS, PEER)
+        ours, eight, peer = (
+            case["results"][name]["us"] / case["results"]["eager"]["us"] for name in names
+        )
         text = f"**{ours:.2f}**" if ours < min(1.0, peer) else f"{ours:.2f}"
         count = case["batch"]
         what = f"decoding, {count} sequence{'s' if count > 1 else ''}"
-        lines.append([what, place, text, f"{peer:.2f}", "", "", ""])
+        text += f", FP8 {eight:.2f}"
+        lines.append([what, f"{gpu}, bfloat16", text, f"{peer:.2f}", "", "", ""])
     return lines
 
 
-def _models(paths: Sequence[Path]) -> list[list[str]]:
-    """Return a line for each whole model: times and peak memory over eager's.
-
-    A model counts where it was measured first, by the order of the files.
-    """
-    lines = dict[str, list[str]]()
-    for path in paths:
-        for line in _models_of(path):
-            lines.setdefault(line[0], line)
-    return list(lines.values())
-
-
-def _models_of(path: Path) -> list[list[str]]:
+def _models(path: Path) -> list[list[str]]:
+    """Return a line for each whole model: times and peak memory over eager's."""
     run = json.loads(path.read_text())
     place = f"{short(run['environment']['gpu'])}, {run['dtype']}"
     lines = []
