@@ -239,6 +239,20 @@ def test_two_streams_through_one_mlp() -> None:
     ]
 
 
+def test_two_streams_whose_norms_keep_their_sums() -> None:
+    """Regression, of CogVideoX: with a sum that wants gradients, the MLP's result lost its own."""
+
+    def function(x, r, g, b, w, c, o, e):
+        one, two = x + r, x[:, :2] + 2 * r[:, :2]
+        z = torch.cat([normed(one, g, b), normed(two, g, b)], 1)
+        h = F.linear(F.gelu(F.linear(z, w, c)), o, e)
+        return one + 2 * h[:, :5], two * h[:, 5:]
+
+    sites = fused(function, parameters())
+    assert all(call.startswith("norm_mlp") for site in sites for call in site.calls)
+    assert len(sites) == 2
+
+
 def test_two_streams_that_stay_together() -> None:
     def function(x, r, g, b, w, c, o, e):
         z = torch.cat([normed(x, g, b), normed(r[:, :2], g, b)], 1)
