@@ -35,8 +35,11 @@ def write_caches(both: Node, emitter: Emitter) -> int:
     write = None if turned is None else _only_user(turned)
     if turned is None or write is None or not _is_write(write, turned):
         return 0
-    other = write.next
+    if not _changes_places(turned):
+        return 0
+    other, views = write.next, []
     while is_tensor(other) and not computes(other):
+        views.append(other)
         other = other.next
     if not _is_write(other, None) or other.args[1:3] != write.args[1:3]:
         return 0
@@ -46,6 +49,11 @@ def write_caches(both: Node, emitter: Emitter) -> int:
     read = [x, gamma, second_x, second_gamma, cos, sin, slots, third]
     tensors: Any = [v for v in read if v is not None]
     caches: Any = [write.args[0], other.args[0]]
+    # A view may copy, with what the first write wrote.
+    if emitter.flow.reach(v for node in views for v in node.all_input_nodes) & emitter.flow.reach(
+        caches
+    ):
+        return 0
     if not _can_write(caches, tensors, [both, write, other], emitter):
         return 0
     moved = _between(queries, other)
@@ -75,6 +83,13 @@ def _item(both: Node, index: int) -> Node:
 
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _changes_places(node: Node) -> bool:
+    """Return whether a node gives keys with heads before rows, and nothing else."""
+    name = getattr(node.target, "__name__", node.target)
+    dims = [dim % 4 for dim in node.args[1:] if isinstance(dim, int)]
+    return name == "transpose" and not node.kwargs and sorted(dims) == [1, 2]
 
 
 def _is_write(node: Node, source: Node | None) -> bool:

@@ -431,11 +431,19 @@ MUTATIONS = (
         WRITES_LEFT,
     ),
     Mutation(
-        "values are stored in a cache before what is read from it",
+        "a copy between two writes has what was there before the first",
         "cpu",
         "fused_norm/models/cache_writes.py",
-        "    while is_tensor(other) and not computes(other):",
-        "    while is_tensor(other) and not _is_write(other, None):",
+        "        views.append(other)\n",
+        "",
+        WRITES_LEFT,
+    ),
+    Mutation(
+        "keys are stored without what was done to them after their rotation",
+        "cpu",
+        "fused_norm/models/cache_writes.py",
+        "    if not _changes_places(turned):",
+        "    if False:",
         WRITES_LEFT,
     ),
 )

@@ -188,6 +188,41 @@ def tokens_before_heads(t: dict[str, Tensor]) -> Tensor:
     return attended(q, {"keys": keys.transpose(1, 2), "values": values.transpose(1, 2)})
 
 
+def keys_multiplied(t: dict[str, Tensor]) -> Tensor:
+    """One token of one head has the same shape in both orders."""
+    q, k, v = (t[name][:, :1, :D].unflatten(-1, (-1, D)) for name in ("q", "k", "v"))
+    q, k = (plain(x, t["cos"][:1], t["sin"][:1]) for x in (q, k))
+    keys, values, slots = t["keys"][:, :1], t["values"][:, :1], t["slots"][:1]
+    v = v.transpose(1, 2)
+    keys.index_copy_(2, slots, k * 3)
+    values.index_copy_(2, slots, v)
+    return q + keys.sum()
+
+
+def keys_gathered_between(t: dict[str, Tensor]) -> Tensor:
+    """What the first write wrote is copied before the second one."""
+    q, k, v = rotated(t)
+    t["keys"].index_copy_(2, t["slots"], k)
+    copied = t["keys"][:, :, t["slots"]]
+    t["values"].index_copy_(2, t["slots"], v)
+    return attended(q, t) + copied.sum()
+
+
+def keys_gathered_as_values(t: dict[str, Tensor]) -> Tensor:
+    q, k, _ = rotated(t)
+    t["keys"].index_copy_(2, t["slots"], k)
+    t["values"].index_copy_(2, t["slots"], t["keys"][:, :, t["slots"]])
+    return attended(q, t)
+
+
+def keys_reshaped_between(t: dict[str, Tensor]) -> Tensor:
+    q, k, v = rotated(t)
+    t["keys"].index_copy_(2, t["slots"], k)
+    copied = t["keys"].transpose(1, 2).reshape(3, -1)
+    t["values"].index_copy_(2, t["slots"], v)
+    return attended(q, t) + copied.sum()
+
+
 def keys_alone(t: dict[str, Tensor]) -> Tensor:
     q, k, _ = rotated(t)
     t["keys"].index_copy_(2, t["slots"], k)
@@ -199,7 +234,8 @@ LEFT = {
     for run in (
         *(other_slots, one_cache, caches_that_overlap, read_between, values_of_the_keys_cache),
         *(keys_that_others_read, queries_read_before, angles_written_between),
-        *(heads_written_between, tokens_before_heads, keys_alone),
+        *(heads_written_between, tokens_before_heads, keys_alone, keys_multiplied),
+        *(keys_gathered_between, keys_gathered_as_values, keys_reshaped_between),
     )
 }
 
