@@ -81,6 +81,17 @@ def test_bfloat16_is_no_less_exact(norm: Function) -> None:
     assert ours <= 2 * own
 
 
+def test_a_pad_that_asks_for_the_device_reads_no_rows() -> None:
+    """Regression, of Swin: under deterministic algorithms, `F.pad` leaves `x.is_xpu` in a graph."""
+
+    def function(x: Tensor, g: Tensor, w: Tensor, c: Tensor) -> Tensor:
+        return F.linear(F.pad(F.layer_norm(x, (K,), g), (0, 0, 0, 0)).view(-1, K), w, c)
+
+    assert torch.are_deterministic_algorithms_enabled()
+    (site,) = fused(function, parameters())
+    assert site.fused, site.reason
+
+
 def residual(x, r, g, b, w, c):
     s = x + r
     return F.linear(normed(s, g, b), w, c), s
