@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed: list[str] = []
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         for name in progress.track(asked.models):
-            row = rows.get(name, {"model": name, "family": zoo[name][0]})
+            row = {**rows.get(name, {}), "model": name, "family": zoo[name][0]}
             for key, depth, function in (("fused", "two", count), (DEEP, "true", count_deep)):
                 other = {"two": "true", "true": "two"}[depth]
                 if asked.depth == other or (asked.missing and key in row):

@@ -169,7 +169,7 @@ for _name, _model, _side in [
     timm(_name, _model, _side, zoo=WIDER)
 for _name, _maker, _shape in [
     ("torchvision MViT v2", "mvit_v2_s", (1, 3, 16, 224, 224)),
-    ("torchvision Swin", "swin_t", (1, 3, 64, 64)),
+    ("torchvision Swin-T", "swin_t", (1, 3, 64, 64)),
 ]:
 
     @entry(_name, "torchvision", WIDER)
