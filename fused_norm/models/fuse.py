@@ -18,9 +18,10 @@ from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
 from fused_norm.models.forms import above, form, is_noop, name
+from fused_norm.models.grouped_heads import share_heads
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import keep_dense
-from fused_norm.models.masks import drop_idle_masks
+from fused_norm.models.masks import drop_known_masks
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
@@ -145,7 +146,8 @@ def fuse_graph(
         if node.target is getattr and not node.users:
             graph.erase_node(node)
     emitter = Emitter(graph)
-    drop_idle_masks(emitter.flow)
+    drop_known_masks(emitter.flow)
+    share_heads(emitter.flow)
     write_out_attention(emitter)
     keeps_rounding = options.rounding == "model"
     left = as_scaled_linears(Emitter(graph), keeps_rounding)

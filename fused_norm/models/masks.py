@@ -1,8 +1,10 @@
-"""Removes attention masks that mask nothing, which models create while they are traced.
+"""Removes attention masks that mask nothing or all that is later, which models create when traced.
 
-transformers omits a mask that masks nothing. While traced it cannot check that, and creates a mask
-of constants. Because of its strides, PyTorch decomposes attention in float32, which took twice the
-time of all of BERT. What a graph computes from constants alone is known, so it is checked here.
+transformers omits a mask that masks nothing, and says `is_causal` for one that masks all
+that is later. While traced it cannot check that, and creates a mask of constants. Because of the
+strides of one that masks nothing, PyTorch decomposes attention in float32, which took twice the
+time of all of BERT; and with a mask, attention computes what is later, too: half of its time. What
+a graph computes from constants alone is known, so it is checked here.
 """
 
 from __future__ import annotations
@@ -17,25 +19,29 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from fused_norm.models.flow import Flow
+from fused_norm.models.sdpa import arguments, give
 from fused_norm.models.values import computed, is_tensor, value
 
 # Functions that masks are made with: their results depend on their arguments alone.
 _FUNCTIONS = {
     *(torch.arange, torch.ones, torch.zeros, torch.full, torch.where, torch.unsqueeze),
     *(operator.add, operator.sub, operator.mul, operator.getitem, operator.and_, operator.or_),
-    *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.invert),
-    *(torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.add, torch.sub, torch.mul),
+    *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne),
+    *(operator.invert, torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.ne),
+    *(torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum),
     *(torch.logical_and, torch.logical_or, torch.logical_not, torch.bitwise_and),
 }
-_METHODS = {"expand", "view", "unsqueeze", "to", "bool", "logical_and", "logical_not", "new_ones"}
-# Attention's first arguments.
-_NAMES = ("query", "key", "value", "attn_mask")
+_METHODS = {
+    *("expand", "view", "unsqueeze", "to", "bool", "logical_and", "logical_not", "new_ones"),
+    *("cumsum", "diff", "repeat", "__and__", "__or__", "__invert__", "__add__", "__sub__"),
+    *(f"__{each}__" for each in ("eq", "ne", "ge", "gt", "le", "lt")),
+}
 # Most elements of a tensor that is computed for the check; larger masks stay.
 _MOST_ELEMENTS = 1 << 26
 
 
-def drop_idle_masks(flow: Flow) -> None:
-    """Remove masks that mask nothing from a graph's attention.
+def drop_known_masks(flow: Flow) -> None:
+    """Remove masks from a graph's attention that mask nothing, or what `is_causal` does.
 
     Args:
         flow: What is known of the graph.
@@ -44,18 +50,22 @@ def drop_idle_masks(flow: Flow) -> None:
     for node in flow.graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
-        given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+        given = arguments(node)
         mask = given.get("attn_mask")
         if not (isinstance(mask, Node) and _fits(mask, given["query"], given["key"])):
             continue
-        sources = _constants(mask, flow)
+        if not _constants(mask, flow):
+            continue
         with torch.no_grad(), unset_fake_temporarily():
-            if not sources or not _masks_nothing(_computed(mask, found)):
+            known = _narrowed(_computed(mask, found))
+            is_causal = _is_causal(known, *value(mask).shape[-2:])
+            if not (is_causal or _masks_nothing(known)):
                 continue
-        if "attn_mask" in node.kwargs:
-            node.update_kwarg("attn_mask", None)
-        else:
-            node.update_arg(3, None)
+        if is_causal and given.get("is_causal", False) is not False:
+            continue
+        give(node, "attn_mask", None)
+        if is_causal:
+            give(node, "is_causal", True)
     for node in sorted(found, reverse=True):
         if not node.users:
             flow.graph.erase_node(node)
@@ -110,8 +120,28 @@ def _computed(node: Node, found: dict[Node, Any]) -> Any:
     return found[node]
 
 
-def _masks_nothing(mask: Tensor) -> bool:
+def _narrowed(mask: Tensor) -> Tensor:
+    """Return one of each of a mask's equal rows."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    return mask
+
+
+def _masks_nothing(mask: Tensor) -> bool:
     return bool(mask.all() if mask.dtype is torch.bool else (mask == 0).all())
+
+
+def _is_causal(mask: Tensor, rows: int, columns: int) -> bool:
+    """Return whether a mask leaves each row itself and what is before it.
+
+    Which rows of another length are before it differs between implementations of attention.
+    """
+    if rows != columns or rows == 1 or tuple(mask.shape[-2:]) != (rows, columns):
+        return False
+    left = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype is torch.bool:
+        return bool((mask == left).all())
+    return bool(
+        (mask == torch.zeros_like(left, dtype=mask.dtype).masked_fill(~left, -torch.inf)).all()
+    )

@@ -27,6 +27,8 @@ _OPERATORS = {
     *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
     *(operator.imatmul, operator.ilshift, operator.irshift, operator.setitem),
 }
+# End in an underscore because their names would be keywords.
+_PURE = {operator.and_, operator.or_, operator.not_, operator.is_}
 _METHODS = {"__setitem__", *(f"__{each.__name__}__" for each in _OPERATORS)}
 # Training updates these, which schemas do not say.
 _RUNNING = ("running_mean", "running_var")
@@ -97,7 +99,7 @@ def written(node: Any) -> list[Node]:
     packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
     if isinstance(packet, torch._ops.OpOverloadPacket):
         found += _by_schema(packet, node)
-    elif _writes_self(getattr(target, "__name__", "")):
+    elif target not in _PURE and _writes_self(getattr(target, "__name__", "")):
         found.append(first)
     return _nodes(found)
 

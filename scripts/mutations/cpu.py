@@ -20,6 +20,8 @@ COLUMNS_SHARED = ("tests/ops/test_fp8_gate_columns_kept.py", "-k", "second_weigh
 ROTARY = ("tests/ops/test_rotary.py", "-k", "values_and_gradients and float32 or each_row")
 CACHES = ("tests/ops/test_rotary_cache.py", "-k", "two_calls and float32")
 WRITES_LEFT = ("tests/models/test_cache_writes.py", "-k", "as_they_were")
+MASKS = ("tests/models/test_masks.py", "-k", "stay or another_length")
+GROUPED = ("tests/models/test_grouped_heads.py", "-k", "stay")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -445,5 +447,37 @@ MUTATIONS = (
         "    if not _changes_places(turned):",
         "    if False:",
         WRITES_LEFT,
+    ),
+    Mutation(
+        "a mask that is causal in some samples is said to be in all",
+        "cpu",
+        "fused_norm/models/masks.py",
+        "        return bool((mask == left).all())",
+        "        return bool((mask == left).all(-1).all(-1).any())",
+        MASKS,
+    ),
+    Mutation(
+        "rows of another length are said to be causal",
+        "cpu",
+        "fused_norm/models/masks.py",
+        "    if rows != columns or rows == 1 or",
+        "    if rows == 1 or",
+        MASKS,
+    ),
+    Mutation(
+        "attention reads keys that were written after they were repeated",
+        "cpu",
+        "fused_norm/models/grouped_heads.py",
+        " and not flow.is_written(\n        sources + inner, min(inner), node\n    )",
+        "",
+        GROUPED,
+    ),
+    Mutation(
+        "repeated keys get gradients that a model did not record",
+        "cpu",
+        "fused_norm/models/grouped_heads.py",
+        "flow.are_recorded_alike([*inner, node])",
+        "True",
+        GROUPED,
     ),
 )

@@ -1,4 +1,4 @@
-"""Attention masks made of constants: those that mask nothing go, all others stay."""
+"""Masks of constants: those that mask nothing, or what `is_causal` does, go; others stay."""
 
 from __future__ import annotations
 
@@ -31,6 +31,52 @@ def of_zeros(q: Tensor) -> Tensor:
 def causal(q: Tensor) -> Tensor:
     rows = torch.arange(q.shape[-2], device=q.device)
     return rows[:, None] >= rows[None, :]
+
+
+def causal_of_transformers(q: Tensor) -> Tensor:
+    """The mask of Llama without padding in transformers 5.17, as it is traced."""
+    batch, length = q.shape[0], q.shape[-2]
+    position_ids = (torch.arange(length, device=q.device) + 0).unsqueeze(0).expand(batch, -1)
+    before = position_ids[:, :1] - 1
+    sequence = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+    sample = torch.arange(batch, device=q.device)[:, None, None, None]
+    rows = torch.arange(length, device=q.device) + 0
+    row, column = rows[None, None, :, None], rows[None, None, None, :]
+    mask = row.new_ones((), dtype=torch.bool)
+    mask = mask & (column <= row).to(q.device)
+    mask = mask & sequence[sample, row].__eq__(sequence[sample, column]).to(q.device)
+    return mask.expand(batch, -1, length, length)
+
+
+def causal_in_floats(q: Tensor) -> Tensor:
+    zero = torch.zeros((), device=q.device)
+    return torch.where(causal(q), zero, torch.full((), -torch.inf, device=q.device))
+
+
+def not_quite_infinite(q: Tensor) -> Tensor:
+    zero = torch.zeros((), device=q.device)
+    return torch.where(causal(q), zero, torch.full((), -3e38, device=q.device))
+
+
+def of_later_rows(q: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2], device=q.device)
+    return rows[:, None] <= rows[None, :]
+
+
+def without_itself(q: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2], device=q.device)
+    return (rows[:, None] > rows[None, :]) | (rows[:, None] + rows[None, :] == 0)
+
+
+def of_a_window(q: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2], device=q.device)
+    return causal(q) & (rows[:, None] - rows[None, :] < q.shape[-2] - 1)
+
+
+def of_one_sample(q: Tensor) -> Tensor:
+    """Causal in the last sample alone."""
+    samples = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
+    return causal(q) & (samples > 0) | (samples < 1)
 
 
 def but_one(q: Tensor) -> Tensor:
@@ -84,9 +130,38 @@ def test_masks_that_mask_nothing_go(mask: Mask) -> None:
     torch.testing.assert_close(found, call(q))
 
 
-@pytest.mark.parametrize("mask", [causal, but_one, written, of_an_input, by_chance])
+@pytest.mark.parametrize("mask", [causal, causal_of_transformers, causal_in_floats])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_is_causal_is_said_to_be(mask: Mask, is_given: bool) -> None:
+    def call(q: Tensor) -> Tensor:
+        if is_given:
+            return F.scaled_dot_product_attention(q, q, q, mask(q), 0.0, False)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask(q))
+
+    q = rows()
+    found, left = compiled(call, q)
+    assert left == [None]
+    torch.testing.assert_close(found, call(q))
+
+
+_OTHERS = [not_quite_infinite, of_later_rows, without_itself, of_a_window, of_one_sample]
+
+
+@pytest.mark.parametrize("mask", [*_OTHERS, but_one, written, of_an_input, by_chance])
 def test_all_others_stay(mask: Mask) -> None:
     q, call = rows(), functools.partial(attention, mask)
+    found, (left,) = compiled(call, q)
+    assert left is not None
+    torch.testing.assert_close(found, call(q))
+
+
+def test_rows_of_another_length_are_not_said_to_be_causal() -> None:
+    def call(q: Tensor) -> Tensor:
+        columns = torch.arange(LENGTH, device=q.device)
+        mask = columns[: LENGTH // 2, None] >= columns[None]
+        return F.scaled_dot_product_attention(q[..., : LENGTH // 2, :], q, q, attn_mask=mask)
+
+    q = rows()
     found, (left,) = compiled(call, q)
     assert left is not None
     torch.testing.assert_close(found, call(q))
