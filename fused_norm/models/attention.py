@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import operator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
@@ -57,15 +57,7 @@ def _reads_output_alone(node: Node) -> bool:
 
 def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
     """Return the result of attention, whose nodes are added at the graph's insertion point."""
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = emitter.emit(like, target, *args, **kwargs)
-        # New nodes are traced without gradients, but the model's have them.
-        for each in tree_leaves(value(node)):
-            if each.is_floating_point():
-                each.requires_grad_(value(like)[0].requires_grad)
-        return node
-
+    emit = partial(emitter.emit, like)
     x, heads = p["query"], p["num_heads"]
     features = shape(x)[-1]
     parts = emit("chunk", emit(F.linear, x, p["in_proj_weight"], p["in_proj_bias"]), 3, -1)

@@ -60,6 +60,8 @@ class Emitter:
     def trace(self, node: Node, like: Node) -> None:
         """Run a node on the fake values of its arguments, and keep its own.
 
+        It requires a gradient if it would in eager execution: passes detach what does not.
+
         Args:
             node: The node.
             like: A node under the same modes that was traced.
@@ -69,7 +71,8 @@ class Emitter:
         """
         key = "val" if "val" in like.meta else "example_value"
         mode = getattr(value(like), "fake_mode", None)
-        with torch.no_grad(), self.flow.autocast(like), mode or nullcontext():
+        records = self.flow.records_gradients(like)
+        with torch.set_grad_enabled(records), self.flow.autocast(like), mode or nullcontext():
             node.meta[key] = computed(node, value)
 
     def replace(

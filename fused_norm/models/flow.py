@@ -37,6 +37,7 @@ class Flow:
         entered: tuple[Node, ...] = ()
         # The modes around the graph are active at its start.
         grad_mode: Any = torch.is_grad_enabled()
+        outer: dict[Any, Any] = {}
         for node in graph.nodes:
             name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if name == "_enter_autocast":
@@ -45,8 +46,10 @@ class Flow:
                 entered = tuple(each for each in entered if each is not node.args[0])
             elif name == "_set_grad_enabled":
                 grad_mode = node.args[0]
-            elif "inference_mode" in name:
-                grad_mode = node
+            elif name == "_enter_inference_mode":
+                outer[node], grad_mode = grad_mode, node
+            elif name == "_exit_inference_mode":
+                grad_mode = outer[node.args[0]]
             self._autocasts[node], self._grad_modes[node] = entered, grad_mode
             self._remember(node)
             if targets := written(node):

@@ -235,5 +235,4 @@ def _as_root(r: Rotary, y: Node, emit: Callable[..., Node]) -> Node:
         raise Left("a result of another kind")
     if not have_same_strides(one, two):
         raise Left("a result with another memory layout")
-    one.requires_grad_(two.requires_grad)
     return y

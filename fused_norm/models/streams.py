@@ -64,8 +64,6 @@ def _split(whole: Node, parts: Sequence[Any], emitter: Emitter) -> None:
                 args, kwargs = map_arg((node.args, node.kwargs), partial(_now, now))
                 target: Any = node.target
                 now[node] = emitter.emit(node, target, *args, **kwargs)
-                # Fake tensors are traced without gradients, and results without any are detached.
-                value(now[node]).requires_grad_(value(node).requires_grad)
             results.append(now[chain[-1]])
     for piece, index in pieces.items():
         piece.replace_all_uses_with(results[index])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.sites import Site
+from fused_norm.models.values import value
 
 
 def added(graph: Graph, function: object, *args: Node | float) -> Node:
@@ -37,3 +43,78 @@ def test_a_call_replaces_nodes_and_its_site_says_what_that_saves() -> None:
     assert (site.shape, site.dtype, site.fused) == (("4", "8"), "float32", True)
     assert (site.ops_before, site.ops_after) == (3, 1)
     assert site.bytes_saved == (3 - 1) * 4 * 8 * 4
+
+
+def emitted_after(
+    function: Callable[..., Tensor], emit: Callable[[Emitter, Node], Node], *inputs: Tensor
+) -> Any:
+    """Return the value of a node that is emitted after a graph's last one, and that one's own."""
+    found: list[Any] = []
+
+    def look(module: GraphModule, inputs: list[Tensor]) -> GraphModule:
+        (last,) = module.graph.output_node().all_input_nodes
+        emitter = Emitter(module.graph)
+        with module.graph.inserting_before(module.graph.output_node()):
+            found.extend([value(emit(emitter, last)), value(last)])
+        emitter.forget()
+        return module
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=look, fullgraph=True)(*inputs)
+    return found
+
+
+@pytest.fixture
+def x() -> Iterator[Tensor]:
+    yield torch.randn(4, 8, requires_grad=True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "is_differentiable"),
+    [
+        *((torch.mul, (2.0,), True), ("view", (2, 16), True), ("contiguous", (), True)),
+        *(("to", (torch.complex64,), True), (torch.detach, (), False)),
+        *((torch.argmax, (), False), (torch.gt, (0.0,), False), (torch.zeros_like, (), False)),
+    ],
+)
+def test_a_new_value_requires_a_gradient_as_in_eager_execution(
+    x: Tensor, target: Any, arguments: tuple[Any, ...], is_differentiable: bool
+) -> None:
+    """Regression: none did, so a later pass took its gradient for unwanted and detached it."""
+
+    def emit(emitter: Emitter, last: Node) -> Node:
+        return emitter.emit(last, target, last, *arguments)
+
+    new, _ = emitted_after(torch.neg, emit, x)
+    assert new.requires_grad == is_differentiable
+    new, _ = emitted_after(torch.neg, emit, x.detach())
+    assert not new.requires_grad
+
+
+def test_all_parts_of_a_new_value_require_gradients(x: Tensor) -> None:
+    parts, _ = emitted_after(torch.neg, lambda e, last: e.emit(last, torch.chunk, last, 2), x)
+    assert len(parts) == 2
+    assert all(part.requires_grad for part in parts)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_new_value_is_under_the_modes_of_its_place(x: Tensor, mode: Any) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with mode():
+            return x * 2
+
+    def behind(x: Tensor) -> Tensor:
+        with mode():
+            y = x * 2
+        return x + y
+
+    def emit(emitter: Emitter, last: Node) -> Node:
+        return emitter.emit(last, torch.add, last.all_input_nodes[0], 1.0)
+
+    for function, is_recorded in ((inside, False), (behind, True)):
+        new, own = emitted_after(function, emit, x)
+        assert new.requires_grad == own.requires_grad == is_recorded
+    with torch.no_grad():
+        new, _ = emitted_after(torch.neg, emit, x)
+        assert not new.requires_grad
