@@ -23,7 +23,7 @@ _LANES = 32
 _ALIGNMENT = 16
 # Heads whose gradients of gamma are summed sequentially, and the most partial sums there are; on a
 # GPU, partial sums per multiprocessor: twice the blocks that run on it at once.
-_PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 4
+_PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 3
 
 
 def serves(t: Heads, rotation: Rotation) -> bool:

@@ -71,8 +71,9 @@ def _angles[
 ](call: RotaryCall, address: Int, row: Int, places: Places) -> Pair[
     accumulator[dtype](), WIDTH
 ]:
+    var start = row % call.positions * call.angles
     return angles_of[dtype, accumulator[dtype](), WIDTH, size_of[dtype]()](
-        call, address, row, places
+        call, address, start, places
     )
 
 

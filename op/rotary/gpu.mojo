@@ -1,6 +1,12 @@
 """Normalizes and rotates heads on a GPU, forward and backward: a few lanes a head, which stays in registers."""
 
-from max.gpu import barrier, block_idx, grid_dim, thread_idx
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    barrier,
+    block_idx,
+    grid_dim,
+    thread_idx,
+)
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
@@ -16,8 +22,22 @@ from .pair import Pair, Places, angles_of, gamma_of, load
 
 comptime THREADS = 256
 """Threads of a block."""
-# Heads of a row that a group of lanes has together: they have one angle. A backward loads two tensors of them.
-comptime _SHARE[backward: Bool] = 2 if backward else 4
+comptime FORWARD = 0
+"""The forward into dense tensors."""
+comptime INTO_CACHES = 1
+"""The forward into caches."""
+comptime BACKWARD = 2
+"""The backward."""
+# Heads of a row that a group of lanes has together: they have one angle. A backward through a norm loads two tensors of
+# them.
+comptime _SHARE[loads_both: Bool] = 2 if loads_both else 4
+# Blocks that an SM has room for: enough loads in flight for the memory's speed. Wide elements take more registers, and
+# so does a norm. Caches get few rows, which wait for nothing but their own loads.
+comptime _BLOCKS[
+    dtype: DType, way: Int, is_normalized: Bool
+] = 1 if way == INTO_CACHES else (
+    2 if size_of[dtype]() > 2 else (3 if is_normalized else 4)
+)
 
 
 @always_inline
@@ -33,8 +53,8 @@ def width_of[dtype: DType]() -> Int:
     return 2 if size_of[dtype]() > 4 else 4
 
 
-def lanes_of[dtype: DType](D: Int) -> Int:
-    """Returns the lanes of a head, a power of two: each has a pair of pieces, the last may have none.
+def log_lanes_of[dtype: DType](D: Int) -> Int:
+    """Returns the binary logarithm of the lanes of a head: each has a pair of pieces, the last may have none.
 
     Parameters:
         dtype: The type of x.
@@ -43,12 +63,12 @@ def lanes_of[dtype: DType](D: Int) -> Int:
         D: Elements of a head, a multiple of two pieces.
 
     Returns:
-        How many, which are those of one warp.
+        It; all lanes of a head are in one warp.
     """
-    var lanes = 1
-    while lanes * 2 * width_of[dtype]() < D:
-        lanes *= 2
-    return lanes
+    var log = 0
+    while (2 * width_of[dtype]()) << log < D:
+        log += 1
+    return log
 
 
 def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
@@ -62,33 +82,50 @@ def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
         call: The heads.
 
     Raises:
-        If a head is too long for a warp, or a launch fails.
+        If a head is too long for a warp, there are too many heads, or a launch fails.
     """
-    var lanes = lanes_of[dtype](call.D)
-    if lanes > 32:
+    var log_lanes = log_lanes_of[dtype](call.D)
+    if log_lanes > 5:
         raise Error(t"a head of {call.D} elements does not fit into a warp")
-    if call.dy == 0:
-        _launch[dtype, False](gpu, call, lanes)
-    else:
-        _launch[dtype, True](gpu, call, lanes)
+    if max(call.M * max(call.heads, call.second_heads), call.pitch) > 1 << 30:
+        raise Error(
+            t"{call.M} rows of {call.heads} heads with a pitch of {call.pitch}"
+            t" elements are too many"
+        )
+    comptime for choice in range(4):
+        comptime norm = choice & 1 != 0
+        comptime interleaved = choice & 2 != 0
+        if (call.is_normalized != 0) == norm and (
+            call.is_interleaved != 0
+        ) == interleaved:
+            if call.dy != 0:
+                _launch[dtype, BACKWARD, norm, interleaved](
+                    gpu, call, log_lanes
+                )
+            elif call.slots != 0:
+                _launch[dtype, INTO_CACHES, norm, interleaved](
+                    gpu, call, log_lanes
+                )
+            else:
+                _launch[dtype, FORWARD, norm, interleaved](gpu, call, log_lanes)
 
 
 def _launch[
-    dtype: DType, backward: Bool
-](gpu: Gpu, call: RotaryCall, lanes: Int) raises:
-    comptime kernel = rotary_kernel[dtype, backward]
+    dtype: DType, way: Int, is_normalized: Bool, is_interleaved: Bool
+](gpu: Gpu, call: RotaryCall, log_lanes: Int) raises:
+    comptime kernel = rotary_kernel[dtype, way, is_normalized, is_interleaved]
     var compiled = gpu.context.compile_function[kernel]()
-    comptime share = _SHARE[backward]
-    var groups = THREADS // lanes
-    var blocks = ceildiv(_shares(call.M, call.heads, share), groups)
+    comptime share = _SHARE[way == BACKWARD and is_normalized]
+    var groups = THREADS >> log_lanes
+    var blocks = ceildiv(call.M * ceildiv(call.heads, share), groups)
     if call.dgamma != 0:
         blocks = call.parts
-    var seconds = ceildiv(_shares(call.M, call.second_heads, share), groups)
+    var seconds = ceildiv(call.M * ceildiv(call.second_heads, share), groups)
     var thirds = seconds if call.third_x != 0 else 0
     gpu.stream.enqueue_function(
         compiled,
         call,
-        Int32(lanes),
+        Int32(log_lanes),
         Int32(blocks),
         Int32(seconds),
         grid_dim=blocks + seconds + thirds,
@@ -98,179 +135,231 @@ def _launch[
 
 
 @always_inline
-def _shares(rows: Int, heads: Int, share: Int) -> Int:
-    """Counts the times that a group of lanes has heads: `share` of one row together, or what is left of it."""
-    return rows * ceildiv(heads, share)
+def _add_over_lanes[
+    dtype: DType, //, count: Int
+](mut sums: StaticTuple[Scalar[dtype], count], log_lanes: Int32):
+    """Adds up over the lanes of each head, in a fixed order; the heads' shuffles are in flight together."""
+    for level in range(Int(log_lanes)):
+        var distance = UInt32(1) << UInt32(Int(log_lanes) - 1 - level)
+        comptime for i in range(count):
+            sums[i] += warp.shuffle_xor(sums[i], distance)
 
 
-@always_inline
-def _sum_of_lanes[
-    dtype: DType
-](value: Scalar[dtype], lanes: Int) -> Scalar[dtype]:
-    """Adds up over the lanes of a head, in a fixed order."""
-    var sum = value
-    var distance = lanes // 2
-    while distance > 0:
-        sum += warp.shuffle_xor(sum, UInt32(distance))
-        distance //= 2
-    return sum
-
-
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
+    `nvvm.minctasm`=SIMDLength(_BLOCKS[dtype, way, is_normalized]),
+)
 def rotary_kernel[
-    dtype: DType, backward: Bool
-](given: RotaryCall, lanes: Int32, blocks: Int32, seconds: Int32):
+    dtype: DType, way: Int, is_normalized: Bool, is_interleaved: Bool
+](given: RotaryCall, log_lanes: Int32, blocks: Int32, seconds: Int32):
     """Normalizes and rotates heads, or computes the gradient of that.
 
     Grid: (heads of all rows) / share / (THREADS / lanes) of x, then of the second tensor and of the third;
-    where a gradient of gamma is wanted, parts of the heads. Block: THREADS threads, `lanes` of them for some heads of one row.
+    where a gradient of gamma is wanted, parts of the heads. Block: THREADS threads, a power of two for some heads of one row.
 
     Parameters:
         dtype: The type of x, y and their gradients.
-        backward: Whether the gradient is computed.
+        way: FORWARD, INTO_CACHES or BACKWARD.
+        is_normalized: Whether heads are, but for the third tensor's.
+        is_interleaved: Whether an element is rotated with its neighbor.
 
     Args:
         given: The heads.
-        lanes: Lanes of a head.
+        log_lanes: The binary logarithm of the lanes of a head.
         blocks: How many blocks have heads of x.
         seconds: How many have heads of the second tensor.
     """
-    var block = Int(block_idx.x)
-    comptime if backward:
+    var block = Int32(block_idx.x)
+    comptime if way == BACKWARD:
         pdl_wait()
         pdl_trigger()
-        # No copy: it would take registers that two blocks at once have not.
-        _compute[dtype, True](given, lanes, block)
+        # No copy: it would take registers that blocks have not.
+        _compute[dtype, way, is_normalized, is_interleaved](
+            given, log_lanes, block
+        )
     else:
         var call = given
-        if block >= Int(blocks):
-            block -= Int(blocks)
-            if block < Int(seconds):
+        if block >= blocks:
+            block -= blocks
+            if way == FORWARD or block < seconds:
                 call.turn_to_second()
             else:
-                block -= Int(seconds)
+                block -= seconds
                 call.turn_to_third()
-        _compute[dtype, False](call, lanes, block)
+        _compute[dtype, way, is_normalized, is_interleaved](
+            call, log_lanes, block
+        )
 
 
 @always_inline
 def _compute[
-    dtype: DType, backward: Bool
-](call: RotaryCall, lanes: Int32, block: Int):
-    """Computes what one block of those of a tensor does."""
+    dtype: DType, way: Int, is_normalized: Bool, is_interleaved: Bool
+](call: RotaryCall, log_lanes: Int32, block: Int32):
+    """Computes what one block of those of a tensor does. Counts have 32 bits, in which a GPU divides faster."""
     comptime accum = accumulator[dtype]()
+    comptime backward = way == BACKWARD
+    comptime into_caches = way == INTO_CACHES
     comptime width = width_of[dtype]()
     comptime bytes = width * size_of[dtype]()
-    comptime share = _SHARE[backward]
+    comptime share = _SHARE[backward and is_normalized]
     comptime Raw = Pair[dtype, width]
     var output = call.dx if backward else call.y
-    var lane = Int(thread_idx.x) % Int(lanes)
-    var group = Int(thread_idx.x) // Int(lanes)
-    var groups = THREADS // Int(lanes)
-    var places = Places(lane, width, call.rotary)
-    var has_pair = lane * 2 * width < call.D
+    var lanes = Int32(1) << log_lanes
+    var lane = Int32(thread_idx.x) & (lanes - 1)
+    var group = Int32(thread_idx.x) >> log_lanes
+    var groups = Int32(THREADS) >> log_lanes
+    var all_heads = UInt32(call.heads)
+    # The products of numbers of 32 bits are one instruction each.
+    var D = Int(Int32(call.D))
+    var pitch = Int(Int32(call.pitch))
+    var places = Places(Int(lane), width, Int(Int32(call.rotary)))
+    var has_pair = Int(lane) * 2 * width < D
     var sums = Pair[accum, width](0, 0)
-    var shares_of_row = ceildiv(call.heads, share)
-    var shares = _shares(call.M, call.heads, share)
+    var shares_of_row = (all_heads + UInt32(share - 1)) // UInt32(share)
+    var shares = Int32(UInt32(call.M) * shares_of_row)
     # A block has one share for each group of its lanes; or those of its part, where it adds up over them.
     var size = groups
-    if call.dgamma != 0:
-        size = ceildiv(shares, Int(grid_dim.x))
+    comptime if backward:
+        if call.dgamma != 0:
+            size = Int32(ceildiv(UInt32(shares), UInt32(grid_dim.x)))
     var first = block * size
     var last = min(first + size, shares)
     # A block of a forward has one share for each group: what locates it is computed while the kernel before ends.
-    var own_share = first + group
-    var own_row = own_share // shares_of_row
-    var own_head = (own_share - own_row * shares_of_row) * share
-    comptime if not backward:
+    var own_row = UInt32(first + group) // shares_of_row
+    var own_angles = _start_of_angles(call, own_row)
+    comptime if into_caches:
         if has_pair:
-            _prefetch[dtype](call, own_row, places)
+            _prefetch[dtype](call, Int(own_row), own_angles, places)
+    comptime if not backward:
         pdl_wait()
         pdl_trigger()
     var g = Pair[accum, width](1, 1)
-    if has_pair and call.is_normalized != 0:
-        g = gamma_of[dtype, accum, width, bytes](call, places)
+    comptime if is_normalized:
+        if has_pair and (not into_caches or call.is_normalized != 0):
+            g = gamma_of[dtype, accum, width, bytes](call, places)
     for begin in range(first, last, groups):
         var its_share = begin + group
         # All lanes of a warp take part in its sums.
         var is_here = has_pair and its_share < last
         var row = own_row
-        var head = own_head
+        var angles = own_angles
         comptime if backward:
-            row = its_share // shares_of_row
-            head = (its_share - row * shares_of_row) * share
-        var heads = min(call.heads - head, share) if is_here else 0
-        var start = (row * call.heads + head) * call.D
-        var step = call.D
-        comptime if not backward:
+            row = UInt32(its_share) // shares_of_row
+            angles = _start_of_angles(call, row)
+        var head = (UInt32(its_share) - row * shares_of_row) * UInt32(share)
+        var heads = 0
+        if is_here:
+            heads = Int(min(all_heads - head, UInt32(share)))
+        var source = Int(row) * pitch + Int(head) * D
+        var start = Int(row * all_heads + head) * D
+        var step = D
+        comptime if into_caches:
             if is_here:
-                start = call.start_of_y(row, head)
+                start = call.start_of_y(Int(row), Int(head))
                 step = call.step_of_y()
         # All loads are in flight before the first is used.
         var xs = StaticTuple[Raw, share](fill=Raw(0, 0))
         var dys = StaticTuple[Raw, share](fill=Raw(0, 0))
         comptime for i in range(share):
             if i < heads:
-                if not backward or call.is_normalized != 0:
+                comptime if is_normalized or not backward:
                     xs[i] = load[dtype, dtype, width, bytes](
-                        call.x, row * call.pitch + (head + i) * call.D, places
+                        call.x, source + i * D, places
                     )
                 comptime if backward:
                     dys[i] = load[dtype, dtype, width, bytes](
-                        call.dy, start + i * call.D, places
+                        call.dy, start + i * D, places
                     )
         var c = Pair[accum, width](1, 1)
         var s = Pair[accum, width](0, 0)
         if is_here and places.is_rotated:
             c = angles_of[dtype, accum, width, bytes](
-                call, call.cos, row, places
+                call, call.cos, angles, places
             )
             s = angles_of[dtype, accum, width, bytes](
-                call, call.sin, row, places
+                call, call.sin, angles, places
             )
-        comptime for i in range(share):
-            var v = xs[i].widened[accum]()
-            var rstd = Scalar[accum](1)
-            if call.is_normalized != 0:
-                var squares = _sum_of_lanes((v * v).sum(), Int(lanes))
-                rstd = rsqrt(
-                    squares / Scalar[accum](call.D) + call.eps.cast[accum]()
+        var rstds = StaticTuple[Scalar[accum], share](fill=1)
+        comptime if is_normalized:
+            comptime for i in range(share):
+                var v = xs[i].widened[accum]()
+                rstds[i] = (v * v).sum()
+            _add_over_lanes(rstds, log_lanes)
+            comptime for i in range(share):
+                rstds[i] = rsqrt(
+                    rstds[i] / Scalar[accum](D) + call.eps.cast[accum]()
                 )
-            var z: Pair[accum, width]
-            comptime if not backward:
-                z = v * rstd * g
+                comptime if into_caches:
+                    # The third tensor is not.
+                    if call.is_normalized == 0:
+                        rstds[i] = 1
+        comptime if not backward:
+            comptime for i in range(share):
+                var z = xs[i].widened[accum]()
+                comptime if is_normalized:
+                    z = z * rstds[i] * g
                 if places.is_rotated:
-                    z = z * c + z.turned(call.is_interleaved != 0) * s
-            else:
-                z = dys[i].widened[accum]()
+                    z = z * c + z.turned[is_interleaved]() * s
+                if i < heads:
+                    z.store[dtype, bytes](output, start + i * step, places)
+        else:
+            var zs = StaticTuple[Pair[accum, width], share](
+                fill=Pair[accum, width](0, 0)
+            )
+            var means = StaticTuple[Scalar[accum], share](fill=0)
+            comptime for i in range(share):
+                var z = dys[i].widened[accum]()
                 if places.is_rotated:
-                    z = z * c - (z * s).turned(call.is_interleaved != 0)
-                if call.is_normalized != 0:
-                    var n = v * rstd
+                    z = z * c - (z * s).turned[is_interleaved]()
+                comptime if is_normalized:
+                    var n = xs[i].widened[accum]() * rstds[i]
                     # Without an eps, a head that is not there has no rstd.
                     if i < heads:
                         sums = sums + z * n
                     z = z * g
-                    var mean = _sum_of_lanes((z * n).sum(), Int(lanes))
-                    mean /= Scalar[accum](call.D)
-                    z = (z - n * mean) * rstd
-            if i < heads:
-                z.store[dtype, bytes](output, start + i * step, places)
-    comptime if backward:
+                    means[i] = (z * n).sum()
+                zs[i] = z
+            comptime if is_normalized:
+                _add_over_lanes(means, log_lanes)
+                comptime for i in range(share):
+                    var n = xs[i].widened[accum]() * rstds[i]
+                    var mean = means[i] / Scalar[accum](D)
+                    zs[i] = (zs[i] - n * mean) * rstds[i]
+            comptime for i in range(share):
+                if i < heads:
+                    zs[i].store[dtype, bytes](output, start + i * step, places)
+    comptime if backward and is_normalized:
         if call.dgamma != 0:
             _store_sums[accum, width](
-                sums, call.D, places, has_pair, group, groups, call.dgamma
+                sums,
+                D,
+                places,
+                has_pair,
+                Int(group),
+                Int(groups),
+                call.dgamma,
             )
 
 
 @always_inline
-def _prefetch[dtype: DType](call: RotaryCall, row: Int, places: Places):
+def _start_of_angles(call: RotaryCall, row: UInt32) -> Int:
+    """Locates the cosines and the sines of a row."""
+    if call.positions == 0:
+        return 0
+    return Int(row % UInt32(call.positions)) * Int(Int32(call.angles))
+
+
+@always_inline
+def _prefetch[
+    dtype: DType
+](call: RotaryCall, row: Int, angles: Int, places: Places):
     """Has what a head's pair needs other than x fetched while the kernel before ends."""
     if places.is_rotated:
         var size = (
             size_of[DType.float32]() if call.angles_are_float32
             != 0 else size_of[dtype]()
         )
-        var first = row % call.positions * call.angles + places.a
+        var first = angles + places.a
         prefetch(call.cos + first * size)
         prefetch(call.sin + first * size)
     if call.gamma != 0:

@@ -7,7 +7,8 @@ The second of these is the first transposed: J^T = -J. With interleaved rotation
 Elements that are not rotated come after those that are; there, y = z.
 """
 
-from std.sys import size_of
+from max.gpu.memory import AddressSpace
+from std.sys import is_gpu, size_of
 
 from ..rounding import rounded, widened
 from .call import RotaryCall
@@ -136,8 +137,23 @@ struct Pair[dtype: DType, width: Int](TrivialRegisterPassable):
             The turned pieces.
         """
         if is_interleaved:
+            return self.turned[True]()
+        return self.turned[False]()
+
+    @always_inline
+    def turned[is_interleaved: Bool](self) -> Self:
+        """Turns each two elements by 90 degrees: J.
+
+        Parameters:
+            is_interleaved: Whether they are neighbors.
+
+        Returns:
+            The turned pieces.
+        """
+        comptime if is_interleaved:
             return {_turned(self.a), _turned(self.b)}
-        return {-self.b, self.a}
+        else:
+            return {-self.b, self.a}
 
     @always_inline
     def store[
@@ -154,7 +170,8 @@ struct Pair[dtype: DType, width: Int](TrivialRegisterPassable):
             start: Index of the head's first element.
             places: Where the pieces are in it.
         """
-        var head = _at[to](address, start)
+        comptime space = AddressSpace.GLOBAL if is_gpu() else AddressSpace.GENERIC
+        var head = _at[to, space](address, start)
         head.unsafe_offset(places.a).unsafe_store[alignment=alignment](
             rounded[to](self.a)
         )
@@ -173,9 +190,11 @@ def _turned[
 
 @always_inline
 def _at[
-    dtype: DType
-](address: Int, index: Int) -> Pointer[Scalar[dtype], MutAnyOrigin]:
-    return Pointer[Scalar[dtype], MutAnyOrigin](
+    dtype: DType, space: AddressSpace
+](address: Int, index: Int) -> Pointer[
+    Scalar[dtype], MutAnyOrigin, address_space=space
+]:
+    return Pointer[Scalar[dtype], MutAnyOrigin, address_space=space](
         unsafe_from_address=address
     ).unsafe_offset(index)
 
@@ -200,7 +219,8 @@ def load[
     Returns:
         The pair.
     """
-    var head = _at[dtype](address, start)
+    comptime space = AddressSpace.GLOBAL if is_gpu() else AddressSpace.GENERIC
+    var head = _at[dtype, space](address, start)
     return {
         widened[accum](
             head.unsafe_offset(places.a).unsafe_load[
@@ -249,7 +269,7 @@ def gamma_of[
 @always_inline
 def angles_of[
     dtype: DType, accum: DType, width: Int, alignment: Int
-](call: RotaryCall, address: Int, row: Int, places: Places) -> Pair[
+](call: RotaryCall, address: Int, start: Int, places: Places) -> Pair[
     accum, width
 ]:
     """Loads the cosines or the sines of a pair that is rotated.
@@ -263,13 +283,12 @@ def angles_of[
     Args:
         call: The heads.
         address: Address of the cosines or the sines.
-        row: The row of x.
+        start: Index of the first of the row's.
         places: Where the pieces are in a head.
 
     Returns:
         One for each element.
     """
-    var start = row % call.positions * call.angles
     if call.angles_are_float32 != 0:
         return _angles_of[DType.float32, accum, width, alignment](
             call, address, start, places

@@ -403,7 +403,7 @@ MUTATIONS = (
     Mutation(
         "all rows are rotated as the first one is",
         "cpu",
-        "op/rotary/pair.mojo",
+        "op/rotary/cpu.mojo",
         "row % call.positions * call.angles",
         "row * 0 * call.angles",
         ROTARY,
