@@ -16,7 +16,7 @@ from torch.fx import Node
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import form
 from fused_norm.models.sdpa import arguments, give
-from fused_norm.models.values import dtype, is_plain, is_tensor, shape, value
+from fused_norm.models.values import is_plain, is_tensor, shape, value
 
 # Longer heads have no fused kernel that reads grouped ones.
 _MOST_FEATURES = 256
@@ -105,13 +105,27 @@ def _serves(query: Node, found: list[_Repeated | None]) -> bool:
     q, k, v = (value(each) for each in (query, keys.source, values.source))
     if not (is_plain(q) and is_plain(k) and is_plain(v) and q.dtype == k.dtype == v.dtype):
         return False
-    if q.is_cuda and dtype(query) not in (torch.bfloat16, torch.float16):
+    if q.is_cuda and not _has_kernel(q.device, q.dtype):
         return False
     if not all(isinstance(size, int) for each in (q, k, v) for size in each.shape):
         return False
     if k.shape != v.shape or q.shape[1] != shape(keys.inner[-1])[1]:
         return False
     return bool(q.shape[-1] == k.shape[-1] and q.shape[-1] <= _MOST_FEATURES)
+
+
+def _has_kernel(device: torch.device, of: torch.dtype) -> bool:
+    """Return whether PyTorch has a fused kernel on a GPU that reads grouped heads.
+
+    The one for float32 and for GPUs before Ampere does not, and the other way is to write all
+    scores to memory.
+    """
+    is_allowed = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
+    return (
+        is_allowed
+        and of in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def _can_share(node: Node, found: list[_Repeated | None], flow: Flow) -> bool:
