@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.chain.kernels import left_to_pytorch
@@ -17,11 +19,12 @@ from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
+from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.grouped_heads import share_heads
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import keep_dense
-from fused_norm.models.masks import drop_known_masks
+from fused_norm.models.masks import drop_known_masks, masks_handed_over
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
@@ -72,6 +75,7 @@ def fuse(
     options: Options,
     failures: list[str] | None = None,
     replaced: list[Replaced] | None = None,
+    masks: Mapping[Node, Tensor] | None = None,
 ) -> list[Site]:
     """Rewrite the graph of a module, and those of its checkpoints; return its norms.
 
@@ -82,15 +86,14 @@ def fuse(
         options: The options.
         failures: Receives the reasons why the pass failed on a graph.
         replaced: Receives norms before and after, to be timed.
+        masks: Inputs of the graph that are masks whose values are known.
     """
     sites = []
-    for node in module.graph.nodes:
-        body = getattr(module, node.target, None) if node.op == "get_attr" else None
-        if isinstance(body, GraphModule) and _is_checkpoint(node):
-            sites += fuse(body, options, failures, replaced)
     before = _copied(module.graph)
     try:
-        sites += fuse_graph(module.graph, options, replaced)
+        for body, handed in _bodies(module):
+            sites += fuse(body, options, failures, replaced, handed)
+        sites += fuse_graph(module.graph, options, replaced, masks)
         module.graph.lint()
     except Exception as error:
         # An unforeseen model may break a rewrite in any way: it runs unchanged, with a warning.
@@ -122,7 +125,25 @@ def _say_failed(words: str) -> None:
     log.warning("a graph runs unchanged because the pass failed: %s", words)
 
 
-def _is_checkpoint(node: Node) -> bool:
+def _bodies(module: GraphModule) -> list[tuple[GraphModule, dict[Node, Tensor]]]:
+    """Return the graphs of a module's checkpoints, each with what is known of its masks."""
+    nodes = [node for node in module.graph.nodes if _is_body(node, module)]
+    if not nodes:
+        return []
+    flow, found, bodies = Flow(module.graph), dict[Node, Any](), []
+    names = Counter(node.target for node in nodes)
+    for node in nodes:
+        body, handed = getattr(module, node.target), dict[Node, Tensor]()
+        if len(node.users) == names[node.target] == 1:
+            handed = masks_handed_over(next(iter(node.users)), body.graph, flow, found)
+        bodies.append((body, handed))
+    return bodies
+
+
+def _is_body(node: Node, module: GraphModule) -> bool:
+    """Return whether a node is the graph of a checkpoint."""
+    if node.op != "get_attr" or not isinstance(getattr(module, node.target, None), GraphModule):
+        return False
     names = {getattr(user.target, "__name__", "") for user in node.users}
     return bool(names) and names <= {
         "tag_activation_checkpoint",
@@ -132,7 +153,10 @@ def _is_checkpoint(node: Node) -> bool:
 
 
 def fuse_graph(
-    graph: Graph, options: Options, replaced: list[Replaced] | None = None
+    graph: Graph,
+    options: Options,
+    replaced: list[Replaced] | None = None,
+    masks: Mapping[Node, Tensor] | None = None,
 ) -> list[Site]:
     """Rewrite one graph; return its norms.
 
@@ -140,13 +164,14 @@ def fuse_graph(
         graph: The graph.
         options: What may be done.
         replaced: As in `fuse`.
+        masks: As in `fuse`.
     """
     for node in list(graph.nodes):
         # Under deterministic algorithms, F.pad asks rows for their device while it is traced.
         if node.target is getattr and not node.users:
             graph.erase_node(node)
     emitter = Emitter(graph)
-    drop_known_masks(emitter.flow)
+    drop_known_masks(emitter.flow, masks or {})
     share_heads(emitter.flow)
     write_out_attention(emitter)
     keeps_rounding = options.rounding == "model"

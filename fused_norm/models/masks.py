@@ -10,13 +10,14 @@ a graph computes from constants alone is known, so it is checked here.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fused_norm.models.flow import Flow
 from fused_norm.models.sdpa import arguments, give
@@ -40,13 +41,14 @@ _METHODS = {
 _MOST_ELEMENTS = 1 << 26
 
 
-def drop_known_masks(flow: Flow) -> None:
+def drop_known_masks(flow: Flow, handed: Mapping[Node, Tensor]) -> None:
     """Remove masks from a graph's attention that mask nothing, or what `is_causal` does.
 
     Args:
         flow: What is known of the graph.
+        handed: Values of inputs of the graph that are known.
     """
-    found: dict[Node, Any] = {}
+    found: dict[Node, Any] = dict(handed)
     for node in flow.graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
@@ -54,7 +56,7 @@ def drop_known_masks(flow: Flow) -> None:
         mask = given.get("attn_mask")
         if not (isinstance(mask, Node) and _fits(mask, given["query"], given["key"])):
             continue
-        if not _constants(mask, flow):
+        if not _constants(mask, flow, handed):
             continue
         with torch.no_grad(), unset_fake_temporarily():
             known = _narrowed(_computed(mask, found))
@@ -66,9 +68,32 @@ def drop_known_masks(flow: Flow) -> None:
         give(node, "attn_mask", None)
         if is_causal:
             give(node, "is_causal", True)
-    for node in sorted(found, reverse=True):
+    for node in sorted(found.keys() - handed.keys(), reverse=True):
         if not node.users:
             flow.graph.erase_node(node)
+
+
+def masks_handed_over(
+    call: Node, body: Graph, flow: Flow, found: dict[Node, Any]
+) -> dict[Node, Tensor]:
+    """Return the values of masks of constants that a checkpoint is called with, by its inputs.
+
+    Args:
+        call: The call of the checkpoint.
+        body: The checkpoint's graph.
+        flow: What is known of the graph that calls it.
+        found: Values of nodes of that graph; receives those that are computed here.
+    """
+    inputs = [node for node in body.nodes if node.op == "placeholder"]
+    if len(inputs) != len(call.args) - 1:
+        return {}
+    handed = {}
+    for own, outer in zip(inputs, call.args[1:], strict=True):
+        is_read = any(user.target is F.scaled_dot_product_attention for user in own.users)
+        if is_read and isinstance(outer, Node) and _constants(outer, flow, {}):
+            with torch.no_grad(), unset_fake_temporarily():
+                handed[own] = _computed(outer, found)
+    return handed
 
 
 def _fits(mask: Node, query: Any, key: Any) -> bool:
@@ -84,14 +109,19 @@ def _fits(mask: Node, query: Any, key: Any) -> bool:
     )
 
 
-def _constants(mask: Node, flow: Flow) -> set[Node]:
-    """Return the nodes that compute a mask, if only from numbers and with functions known here."""
+def _constants(mask: Node, flow: Flow, handed: Mapping[Node, Tensor]) -> set[Node]:
+    """Return the nodes that compute a mask, if only from numbers and with functions known here.
+
+    Values that are handed over are as good as numbers.
+    """
     ahead, seen = [mask], set[Node]()
     while ahead:
         node = ahead.pop()
         if node in seen:
             continue
         seen.add(node)
+        if node in handed:
+            continue
         targets: Any = _METHODS if node.op == "call_method" else _FUNCTIONS
         if node.op not in ("call_function", "call_method") or node.target not in targets:
             return set()

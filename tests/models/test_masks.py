@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from fused_norm.models.fuse import Options, fuse
 
@@ -107,8 +108,11 @@ def compiled(function: Any, *inputs: Tensor, **options: Any) -> tuple[Any, list[
     left: list[Any] = []
 
     def backend(module: GraphModule, _: Any) -> Any:
-        fuse(module, Options())
-        for node in module.graph.nodes:
+        failures: list[str] = []
+        fuse(module, Options(), failures)
+        assert not failures
+        graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
+        for node in (node for graph in graphs for node in graph.nodes):
             if node.target is F.scaled_dot_product_attention:
                 left.append(node.kwargs.get("attn_mask", (*node.args, None, None)[3]))
         return module.forward
@@ -165,6 +169,42 @@ def test_rows_of_another_length_are_not_said_to_be_causal() -> None:
     found, (left,) = compiled(call, q)
     assert left is not None
     torch.testing.assert_close(found, call(q))
+
+
+@pytest.mark.parametrize("mask", [causal, causal_of_transformers, of_transformers])
+def test_a_checkpoint_is_handed_no_mask_that_is_known(mask: Mask) -> None:
+    found, left, expected = checkpointed(mask)
+    assert left == [None, None]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mask", [of_later_rows, of_an_input, written])
+def test_a_checkpoint_is_handed_all_others(mask: Mask) -> None:
+    found, left, expected = checkpointed(mask)
+    assert len(left) == 2
+    assert None not in left
+    torch.testing.assert_close(found, expected)
+
+
+def checkpointed(mask: Mask) -> tuple[list[Tensor], list[Any], list[Tensor]]:
+    """Return output and gradient of two checkpoints, compiled and not, and the masks left."""
+
+    def block(q: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q * 2, attn_mask=mask).sin()
+
+    def call(q: Tensor) -> Tensor:
+        its = mask(q)
+        for _ in range(2):
+            q = checkpoint(block, q, its, use_reentrant=False)
+        return q
+
+    results: list[list[Tensor]] = []
+    left: list[Any] = []
+    for is_compiled in (False, True):
+        q = rows().requires_grad_()
+        y, left = compiled(call, q) if is_compiled else (call(q), left)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), q)])
+    return results[1], left, results[0]
 
 
 def test_a_mask_by_its_place_goes() -> None:
