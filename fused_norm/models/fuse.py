@@ -21,15 +21,15 @@ from fused_norm.models.emit import Emitter
 from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
-from fused_norm.models.grouped_heads import share_heads
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import keep_dense
-from fused_norm.models.masks import drop_known_masks, masks_handed_over
+from fused_norm.models.masks import masks_handed_over
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.rotations import fuse_rotations
+from fused_norm.models.simpler_attention import simplify_attention
 from fused_norm.models.sites import Site
 from fused_norm.models.streams import split_streams
 from fused_norm.models.sums import Sum, add_in_product, find_sums
@@ -171,8 +171,7 @@ def fuse_graph(
         if node.target is getattr and not node.users:
             graph.erase_node(node)
     emitter = Emitter(graph)
-    drop_known_masks(emitter.flow, masks or {})
-    share_heads(emitter.flow)
+    attention = simplify_attention(emitter.flow, masks or {})
     write_out_attention(emitter)
     keeps_rounding = options.rounding == "model"
     left = as_scaled_linears(Emitter(graph), keeps_rounding)
@@ -207,7 +206,7 @@ def fuse_graph(
     sites += lone_layers(graph)
     sites += precision.rewrite_linears(emitter)
     keep_dense(emitter)
-    return heads + sites + left + turns
+    return heads + sites + left + turns + attention
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:

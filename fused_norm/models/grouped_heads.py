@@ -36,12 +36,16 @@ class _Repeated:
     inner: list[Node]
 
 
-def share_heads(flow: Flow) -> None:
+def share_heads(flow: Flow) -> list[Node]:
     """Let a graph's attention without a mask read keys and values that are not repeated.
 
     Args:
         flow: What is known of the graph.
+
+    Returns:
+        The calls of attention that are changed.
     """
+    changed = []
     for node in flow.graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
@@ -56,6 +60,8 @@ def share_heads(flow: Flow) -> None:
                     give(node, name, each.source)
                     _erase(each.inner)
             give(node, "enable_gqa", True)
+            changed.append(node)
+    return changed
 
 
 def _repeated(heads: object) -> _Repeated | None:

@@ -41,13 +41,17 @@ _METHODS = {
 _MOST_ELEMENTS = 1 << 26
 
 
-def drop_known_masks(flow: Flow, handed: Mapping[Node, Tensor]) -> None:
+def drop_known_masks(flow: Flow, handed: Mapping[Node, Tensor]) -> dict[Node, str]:
     """Remove masks from a graph's attention that mask nothing, or what `is_causal` does.
 
     Args:
         flow: What is known of the graph.
         handed: Values of inputs of the graph that are known.
+
+    Returns:
+        What each call of attention that is changed has now.
     """
+    changed = {}
     found: dict[Node, Any] = dict(handed)
     for node in flow.graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
@@ -68,9 +72,11 @@ def drop_known_masks(flow: Flow, handed: Mapping[Node, Tensor]) -> None:
         give(node, "attn_mask", None)
         if is_causal:
             give(node, "is_causal", True)
+        changed[node] = "is_causal" if is_causal else "no mask"
     for node in sorted(found.keys() - handed.keys(), reverse=True):
         if not node.users:
             flow.graph.erase_node(node)
+    return changed
 
 
 def masks_handed_over(

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from fused_norm.models.backend import compiled_next
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
-from fused_norm.models.sites import HEAD, OTHERS, RESIDUAL, ROTARY, Site
+from fused_norm.models.sites import ATTENTION, HEAD, OTHERS, RESIDUAL, ROTARY, Site
 from fused_norm.models.timing import Replaced, measure
 
 # The width of a table without a terminal.
@@ -114,6 +114,8 @@ class Report:
         added += f", {_counted(heads, 'head')} without logits" if heads else ""
         turns = sum(site.kind == ROTARY and site.fused for site in self.sites)
         added += f", {_counted(turns, 'rotation')} of heads" if turns else ""
+        masks = sum(site.kind == ATTENTION for site in self.sites)
+        added += f", {_counted(masks, 'attention')} without a mask" if masks else ""
         return (
             f"{counted}{added}: {_counted(before, 'op')} become {_counted(after, 'launch', 'es')}, "
             f"a forward writes {self.bytes_saved / 2**20:.1f} MiB less"

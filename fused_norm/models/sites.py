@@ -10,8 +10,9 @@ RESIDUAL = "residual"
 HEAD = "head"
 LINEAR = "linear"
 ROTARY = "rotary"
+ATTENTION = "attention"
 # Kinds that are not norms.
-OTHERS = (RESIDUAL, HEAD, LINEAR, ROTARY)
+OTHERS = (RESIDUAL, HEAD, LINEAR, ROTARY, ATTENTION)
 
 
 @dataclass
@@ -20,14 +21,15 @@ class Site:
 
     A head is a Linear layer and the cross entropy of its logits. A rotary embedding is one of
     queries or of keys, with the norm of their heads. Separate Linear layers are listed if some are
-    to be in FP8.
+    to be in FP8, and attention if it is called otherwise: it stays PyTorch's.
 
     Attributes:
         path: Path of the module that it is, or that has its code; for others, the Linear layer's.
-        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"`, `"rotary"` or `"linear"`.
+        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"`, `"rotary"`, `"attention"` or
+            `"linear"`.
         shape: The input's shape; dynamic sizes by name.
         dtype: Its dtype.
-        linears: How many Linear layers read it; for other kinds 1, the layer itself.
+        linears: How many Linear layers read it; for other kinds 1, the layer itself, or none.
         fused: Whether it is part of calls of ours.
         calls: Their descriptions, such as `"norm_mlp: residual, swiglu"`.
         implementation: Which code computes them.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
+import fused_norm as fn
 from fused_norm.models.fuse import Options, fuse
 
 BATCH, HEADS, TIMES, LENGTH, FEATURES = 2, 3, 2, 5, 8
@@ -138,6 +139,18 @@ def test_all_others_stay(call: Call) -> None:
     found, heads = compiled(call, tensors())
     assert heads == HEADS * TIMES
     torch.testing.assert_close(found, step(call, tensors()))
+
+
+def test_explain_says_how_attention_is_called() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return with_a_known_mask(q, k, v)
+
+    report = fn.explain(Model(), *tensors())
+    (site,) = report.sites
+    assert (site.kind, site.fused, site.shape) == ("attention", True, ("2", "6", "5", "8"))
+    assert site.calls == ["is_causal, keys and values of fewer heads"]
+    assert "1 attention without a mask" in report.summary()
 
 
 def test_long_heads_and_other_features_stay() -> None:
