@@ -480,4 +480,12 @@ MUTATIONS = (
         "True",
         GROUPED,
     ),
+    Mutation(
+        "a checkpoint's mask is known that its caller computes from inputs",
+        "cpu",
+        "fused_norm/models/masks.py",
+        " and _constants(outer, flow, {}):",
+        ":",
+        ("tests/models/test_masks.py", "-k", "checkpoint"),
+    ),
 )
