@@ -133,7 +133,7 @@ def _bodies(module: GraphModule) -> list[tuple[GraphModule, dict[Node, Tensor]]]
     flow, found, bodies = Flow(module.graph), dict[Node, Any](), []
     names = Counter(node.target for node in nodes)
     for node in nodes:
-        body, handed = getattr(module, node.target), dict[Node, Tensor]()
+        body, handed = getattr(module, str(node.target)), dict[Node, Tensor]()
         if len(node.users) == names[node.target] == 1:
             handed = masks_handed_over(next(iter(node.users)), body.graph, flow, found)
         bodies.append((body, handed))
@@ -142,7 +142,9 @@ def _bodies(module: GraphModule) -> list[tuple[GraphModule, dict[Node, Tensor]]]
 
 def _is_body(node: Node, module: GraphModule) -> bool:
     """Return whether a node is the graph of a checkpoint."""
-    if node.op != "get_attr" or not isinstance(getattr(module, node.target, None), GraphModule):
+    if node.op != "get_attr" or not isinstance(
+        getattr(module, str(node.target), None), GraphModule
+    ):
         return False
     names = {getattr(user.target, "__name__", "") for user in node.users}
     return bool(names) and names <= {
