@@ -138,8 +138,9 @@ def _can_share(node: Node, found: list[_Repeated | None], flow: Flow) -> bool:
     """Return whether the heads are the same when attention reads them, gradients included."""
     sources = [each.source for each in found if each is not None]
     inner = [each for repeated in found if repeated is not None for each in repeated.inner]
+    # A backward reads what attention read, so nothing may write it later either.
     return flow.are_recorded_alike([*inner, node]) and not flow.is_written(
-        sources + inner, min(inner), node
+        sources + inner, min(inner)
     )
 
 

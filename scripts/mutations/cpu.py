@@ -468,7 +468,7 @@ MUTATIONS = (
         "attention reads keys that were written after they were repeated",
         "cpu",
         "fused_norm/models/grouped_heads.py",
-        " and not flow.is_written(\n        sources + inner, min(inner), node\n    )",
+        " and not flow.is_written(\n        sources + inner, min(inner)\n    )",
         "",
         GROUPED,
     ),
