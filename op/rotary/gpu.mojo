@@ -87,7 +87,9 @@ def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
     var log_lanes = log_lanes_of[dtype](call.D)
     if log_lanes > 5:
         raise Error(t"a head of {call.D} elements does not fit into a warp")
-    if max(call.M * max(call.heads, call.second_heads), call.pitch) > 1 << 30:
+    var most = call.M * max(call.heads, call.second_heads)
+    most = max(most, call.pitch, call.second_pitch, call.third_pitch)
+    if most > 1 << 30:
         raise Error(
             t"{call.M} rows of {call.heads} heads with a pitch of {call.pitch}"
             t" elements are too many"
