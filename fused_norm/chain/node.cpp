@@ -119,11 +119,12 @@ Pointer own(torch::autograd::Node* node) {
 class NormLinearBackward : public torch::autograd::Node {
  public:
   NormLinearBackward(const Spec& spec, Conditions conditions, const Tensors& t)
-      : spec_(spec), conditions_(conditions), edges_(t.size(), -1) {
+      : spec_(spec), conditions_(conditions), adds_x_(adds_x(t)), edges_(t.size(), -1) {
     torch::autograd::edge_list edges;
     edges.reserve(t.size());
     for (size_t place = 0; place < t.size(); ++place) {
       if (!t[place].defined() || place == MEAN || place == RSTD) continue;
+      if (adds_x_ && place == OUT_RESIDUAL) continue;
       edges_[place] = static_cast<int>(edges.size());
       edges.push_back(torch::autograd::impl::gradient_edge(t[place]));
     }
@@ -169,6 +170,7 @@ class NormLinearBackward : public torch::autograd::Node {
     args.collect(saved_, /*is_output=*/true);
     for (const auto& numbers : {edges_, places_}) args.collect(at::ArrayRef<int>(numbers));
     args.collect(std::string(reinterpret_cast<const char*>(&spec_), sizeof spec_));
+    args.collect(adds_x_);
   }
 
   variable_list apply_with_saved(
@@ -182,11 +184,26 @@ class NormLinearBackward : public torch::autograd::Node {
  private:
   size_t count() const { return (edges_.size() - NAMED) / 2; }
 
-  variable_list applied(const variable_list& gradients, bool may_compute) {
+  // Whether what is normalized is added to the output, too.
+  static bool adds_x(const Tensors& t) {
+    return t[OUT_RESIDUAL].is_same(t[X]) && !t[RESIDUAL].defined();
+  }
+
+  // The same as `with_sum` in ops/norm_linear.py: x, added to the output, has the gradient that a
+  // result which is x would have.
+  variable_list with_sum(variable_list gradients) const {
+    gradients.insert(gradients.end() - spec_.returns_norm, gradients.front());
+    return gradients;
+  }
+
+  variable_list applied(const variable_list& given, bool may_compute) {
     variable_list results(num_outputs());
     const auto defined = std::count_if(
-        gradients.begin(), gradients.end(), [](const Tensor& g) { return g.defined(); });
+        given.begin(), given.end(), [](const Tensor& g) { return g.defined(); });
     if (!defined) return results;
+    const auto gradients = adds_x_ ? with_sum(given) : given;
+    Spec spec = spec_;
+    spec.returns_sum |= adds_x_;
     Flags needed(edges_.size());
     for (size_t place = 0; place < needed.size(); ++place) {
       needed[place] = edges_[place] >= 0 && task_should_compute_output(edges_[place]);
@@ -199,8 +216,8 @@ class NormLinearBackward : public torch::autograd::Node {
       found[X] = found[RESIDUAL] = gradients[sum];
     } else {
       const auto t = unpacked();
-      if (may_compute) found = computed(t, gradients, needed);
-      if (found.empty()) found = call_python(t, gradients, needed);
+      if (may_compute) found = computed(spec, t, gradients, needed);
+      if (found.empty()) found = call_python(spec, t, gradients, needed);
     }
     for (size_t place = 0; place < found.size(); ++place) {
       if (needed[place]) results[edges_[place]] = std::move(found[place]);
@@ -216,22 +233,26 @@ class NormLinearBackward : public torch::autograd::Node {
   }
 
   // The gradients by place, from the chain; none if Python has to compute them.
-  Tensors computed(const Tensors& t, const variable_list& gradients, const Flags& needed) const {
+  Tensors computed(
+      const Spec& spec, const Tensors& t, const variable_list& gradients,
+      const Flags& needed) const {
     const Tensor& x = t[X];
     if (at::GradMode::is_enabled() || !are_ordinary(t, x) || !are_ordinary(gradients, x)) return {};
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto tensors = handles_of(t), grads = handles_of(gradients);
     Handles made(needed.size());
     const int status = chain->backward(
-        &spec_, conditions_, count(), tensors.size(), tensors.data(), grads.size(), grads.data(),
+        &spec, conditions_, count(), tensors.size(), tensors.data(), grads.size(), grads.data(),
         needed.data(), made.data());
     return taken(status, made);
   }
 
-  Tensors call_python(const Tensors& t, const variable_list& gradients, const Flags& needed) const {
+  Tensors call_python(
+      const Spec& spec, const Tensors& t, const variable_list& gradients,
+      const Flags& needed) const {
     const pybind11::gil_scoped_acquire lock;
     auto found = checked(PyObject_CallFunction(
-        python_backward, "NNNN", bytes_of(&spec_, sizeof spec_).release(), tuple_of(t).release(),
+        python_backward, "NNNN", bytes_of(&spec, sizeof spec).release(), tuple_of(t).release(),
         tuple_of(gradients).release(), bytes_of(needed.data(), needed.size()).release()));
     Tensors results(needed.size());
     for (size_t i = 0; i < results.size(); ++i) {
@@ -243,6 +264,7 @@ class NormLinearBackward : public torch::autograd::Node {
 
   Spec spec_;
   Conditions conditions_;
+  bool adds_x_;
   // The edge of each place, -1 for none; the place of each saved tensor, with products at the end.
   c10::SmallVector<int, 16> edges_, places_;
   std::vector<torch::autograd::SavedVariable> saved_;

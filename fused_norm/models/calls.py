@@ -29,6 +29,8 @@ class FusedCall:
         activated: The activation and what follows, or None.
         total: The node of the sum that is normalized, if the call adds, and its summands.
         returns_sum: Whether the sum is read elsewhere.
+        passes_on: The norm's input, if later readers are to read it through the call: its backward
+            then adds their gradients. Otherwise None.
         norm: The node that its normalized rows replace for other readers, or None.
         recipe: The FP8 recipe, or None.
         precision: Its precision and the reason in words, `""` if FP8 was not requested.
@@ -38,6 +40,7 @@ class FusedCall:
     activated: Activated | None = None
     total: tuple[Node, Node, Node] | None = None
     returns_sum: bool = False
+    passes_on: Node | None = None
     norm: Node | None = None
     recipe: str | None = None
     precision: str = ""

@@ -56,7 +56,8 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     gamma, beta, offset = _affine(norm, emit)
     options |= {"norm_weight": gamma, "norm_bias": beta, "residual": residual}
     options |= {"weight_offset": offset, "activation": activated and activated.name}
-    options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
+    returns_sum = call.returns_sum or call.passes_on is not None
+    options |= {"return_sum": returns_sum, "return_norm": call.norm is not None}
     # A mode decides nothing when the graph runs.
     options["recipe"] = call.recipe or ""
     for view in reading.views:
@@ -94,7 +95,7 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     result = emit(target, *arguments, **kwargs)
     old = call.results()
     extras = [call.total[2]] * call.returns_sum if call.total is not None else []
-    extras += [] if call.norm is None else [call.norm]
+    extras += [node for node in (call.passes_on, call.norm) if node is not None]
     rest: list[Node] = []
     if extras:
         first = emit(operator.getitem, result, 0)

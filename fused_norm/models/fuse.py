@@ -183,10 +183,11 @@ def fuse_graph(
     split_streams(emitter)
     inputs, layers = _fused_inputs(graph)
     precision = Precision(options.fp8, options.skip)
+    is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     # Layers on norms become part of other calls.
     sums = {
         s.total
-        for s in find_sums(emitter.flow, functools.partial(_adds, options, precision))
+        for s in find_sums(emitter.flow, functools.partial(_adds, options, precision, is_busy))
         if s.product.node not in layers
     }
     rewriter = Rewriter(
@@ -197,7 +198,6 @@ def fuse_graph(
         precision,
         replaced,
     )
-    is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     sites = []
     for node in candidates(graph):
         norm = None if node._erased else find_norm(node)
@@ -294,7 +294,7 @@ def _refuse(norm: Norm, readers: Readers) -> None:
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")
 
 
-def _adds(options: Options, precision: Precision, found: Sum) -> bool:
+def _adds(options: Options, precision: Precision, is_busy: bool, found: Sum) -> bool:
     """Return whether a Linear layer's product should add a residual."""
     x, weight = value(found.x), value(found.product.weight)
     if options.rounding == "model" and x.dtype.itemsize < 4:
@@ -306,9 +306,8 @@ def _adds(options: Options, precision: Precision, found: Sum) -> bool:
     if not serves(x, weight.dtype) or not adds_in_product(x, weight):
         return False
     follows = torch.is_grad_enabled() and weight.requires_grad
-    return options.small is not False or not is_small(
-        count(x) * hint(weight.shape[0]), x.device, follows
-    )
+    is_any = options.small is not False or is_busy
+    return is_any or not is_small(count(x) * hint(weight.shape[0]), x.device, follows)
 
 
 def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: bool) -> str:

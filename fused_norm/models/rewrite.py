@@ -7,10 +7,11 @@ nodes that they replace, their results are compared with these, and only then re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from fused_norm.models.activations import Activated, find_activated, with_second
 from fused_norm.models.calls import CALLS, FusedCall, Left, Rewritten
@@ -49,7 +50,8 @@ class Rewriter:
         emitter: Adds nodes to the graph.
         keeps_rounding: Whether the model's intermediate rounding is kept.
         is_summed_by_norm: Called with a sum; returns whether a norm that is to be fused reads it.
-        sums: Sums that the product before them should add, rather than a norm.
+        sums: Sums that the product before them should add, rather than a norm; the rewriter takes
+            out those whose product becomes part of a call that cannot.
         precision: Which Linear layers are in FP8.
         replaced: Receives copies of the old and the new nodes, to be timed; None for no copies.
     """
@@ -57,7 +59,7 @@ class Rewriter:
     emitter: Emitter
     keeps_rounding: bool = False
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
-    sums: AbstractSet[Node] = frozenset()
+    sums: set[Node] = field(default_factory=set)
     precision: Precision = field(default_factory=Precision)
     replaced: list[Replaced] | None = None
 
@@ -142,8 +144,9 @@ class Rewriter:
         activated = first.activated
         own = None if first.total is None else first.total[2]
         if activated is not None and own is not None and above(activated.residual) is own:
-            # A call cannot add the sum that it computes itself.
+            # A call cannot add the sum that it computes itself; the norm after it can.
             first.activated = activated.simpler
+            self.sums.discard(activated.out)
         for call in calls:
             for _ in range(less):
                 call.activated = call.activated and call.activated.simpler
@@ -260,8 +263,29 @@ class Rewriter:
         call.recipe, call.precision = self.precision.of_call(call.products())
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
             raise Left("rounded between the norm and its quantization")
+        if self._passes_on(norm, call, place, dead):
+            call.passes_on = norm.x
         with self.emitter.graph.inserting_before(place):
             return emit_call(self.emitter, norm, call, x)
+
+    def _passes_on(self, norm: Norm, call: FusedCall, place: Node, dead: set[Node]) -> bool:
+        """Return whether readers of a norm's input are to read it through the call.
+
+        Its backward then adds their gradients, for which PyTorch takes a kernel of its own.
+        """
+        x = norm.x
+        is_served = (
+            call.total is None
+            and call.recipe is None
+            and not call.reading.views
+            and value(x).requires_grad
+            and is_plain(value(x))
+            and self.flow.records_gradients(norm.anchor)
+            and not self.flow.is_written([x], place)
+        )
+        readers = [user for user in x.users if user not in dead and _is_followed(user)]
+        # A norm that is written out would no longer be found if its nodes read two tensors.
+        return is_served and bool(readers) and all(user >= place for user in readers)
 
     def _swap(
         self,
@@ -281,6 +305,9 @@ class Rewriter:
             if old in sources:
                 for user, source in others:
                     user.replace_input_with(source, new)
+            elif any(old is call.passes_on for call in calls):
+                for user in [u for u in old.users if u > new and u not in dead and _is_followed(u)]:
+                    user.replace_input_with(old, new)
             else:
                 old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in dead)
         gone = []
@@ -300,3 +327,11 @@ class Rewriter:
                 now[node] = self.emitter.graph.node_copy(node, lambda old: now.get(old, old))
                 self.flow.add(now[node], user)
         user.replace_input_with(source, now[source])
+
+
+def _is_followed(reader: Node) -> bool:
+    """Return whether a gradient may come back from a reader; results of the graph stay what they are."""
+    if reader.op == "output":
+        return False
+    found = [v for v in tree_leaves(value(reader)) if isinstance(v, Tensor)]
+    return not found or any(v.requires_grad for v in found)

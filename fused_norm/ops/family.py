@@ -113,7 +113,7 @@ def checked_call(
         exact,
         float(offset),
         joined,
-        return_sum and has_sum(t),
+        return_sum and (has_sum(t) or (recipe is None and norm_linear_ops.passes_x_on(t))),
         return_norm,
         recompute,
         is_batch_invariant(),
@@ -122,7 +122,7 @@ def checked_call(
         results = norm_linear_ops.call(spec, t, owners)
     else:
         results = fp8.call(spec, t, recipe, owners)
-    if return_sum and not has_sum(t):
+    if return_sum and not spec.returns_sum:
         results.insert(len(results) - return_norm, x)
     return results
 

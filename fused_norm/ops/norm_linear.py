@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
+from torch.compiler import is_dynamo_compiling
 
 from fused_norm import composition
 from fused_norm.call import frozen
@@ -34,19 +35,24 @@ _SUMMANDS = [NAMED.index(name) for name in ("x", *NAMES["rows"])]
 _NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
 _LAST = NAMED.index("out_residual")
 _GAMMA = NAMED.index("gamma")
+# The arguments of the autograd function before the tensors.
+_OPTIONS = 3
 
 
 class NormLinear(torch.autograd.Function):
     """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
-    The first two arguments are the spec, and for each weight None or a Parameter whose `main_grad`
-    gets the gradient instead. The others are tensors in the order of `flat`.
+    The first arguments are the spec, for each weight None or a Parameter whose `main_grad` gets the
+    gradient instead, and whether x is added to the output, too. The others are tensors in the order
+    of `flat`.
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, owners: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: Spec, owners: Any, adds_x: bool, *tensors: Any) -> Any:
         """Return the outputs, then the sum and the normalized rows if they are results."""
         t = unflat(tensors)
+        if adds_x:
+            t = t._replace(out_residual=t.x)
         results = Results.unflat(ops.forward(*t, *spec, True), spec, t, True)
         saved = t._replace(
             x=t.x if results.sum is None else results.sum,
@@ -60,12 +66,8 @@ class NormLinear(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat(saved), *results.products)
-        ctx.spec, ctx.owners, ctx.count = spec, owners, len(tensors)
-        extras = (
-            results.sum if spec.returns_sum else None,
-            results.norm if spec.returns_norm else None,
-        )
-        return (*results.outputs, *(e for e in extras if e is not None))
+        ctx.spec, ctx.owners, ctx.adds_x, ctx.count = spec, owners, adds_x, len(tensors)
+        return _results(results, spec, t)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
@@ -73,16 +75,45 @@ class NormLinear(torch.autograd.Function):
         return (_backward if ctx.owners is None else _accumulate)(ctx, *grad_outputs)
 
 
+def _results(results: Results, spec: Spec, t: Operands) -> tuple[Tensor, ...]:
+    """Return what a call returns: of a sum of x alone, x."""
+    total = t.x if results.sum is None else results.sum
+    extras = (total,) * spec.returns_sum
+    return (*results.outputs, *extras, *(() if results.norm is None else (results.norm,)))
+
+
 def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-    needed = list(ctx.needs_input_grad[2:])
+    needed = list(ctx.needs_input_grad[_OPTIONS:])
     if all(g is None for g in grad_outputs):
-        return (None,) * (2 + len(needed))
+        return (None,) * (_OPTIONS + len(needed))
+    spec = ctx.spec
+    if ctx.adds_x:
+        spec, grad_outputs = with_sum(spec, grad_outputs)
 
     def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         tensors = ctx.saved_tensors
         return tensors[: ctx.count], tensors[ctx.count :]
 
-    return (None, None, *gradients(ctx.spec, ctx.owners, saved, grad_outputs, needed))
+    found = gradients(spec, ctx.owners, saved, grad_outputs, needed)
+    return (*(None,) * _OPTIONS, *found)
+
+
+def with_sum(spec: Spec, grad_outputs: Sequence[Tensor | None]) -> tuple[Spec, list[Tensor | None]]:
+    """Return a call that adds x to its output as one that returns x: their gradients are the same.
+
+    The norm's backward adds the gradient of what is returned as it stores that of x.
+
+    Args:
+        spec: What was computed, without a residual.
+        grad_outputs: The gradients of its results.
+    """
+    found = list(grad_outputs)
+    place = len(found) - spec.returns_norm - spec.returns_sum
+    total = found[0]
+    if spec.returns_sum and (dsum := found.pop(place)) is not None:
+        total = dsum if total is None else total + dsum
+    found.insert(place, total)
+    return spec._replace(returns_sum=True), found
 
 
 def gradients(
@@ -225,6 +256,19 @@ def _is_left(t: Operands) -> bool:
 _apply = super(torch.autograd.Function, NormLinear).apply
 
 
+def passes_x_on(t: Operands) -> bool:
+    """Return whether a call without a residual may return x from its autograd function.
+
+    The norm's backward then adds the gradients of all who read it there. Only in graphs that are
+    compiled: elsewhere x is returned as it is, and may be written in place.
+
+    Args:
+        t: The tensors.
+    """
+    is_traced = is_compiling() and not is_dynamo_compiling()
+    return is_traced and t.x.requires_grad and may_follow() and not has_dtensor(flat(t))
+
+
 def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
     """Compute a call; PyTorch's ops take what no kernel serves, including invalid calls.
 
@@ -272,10 +316,14 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):
         apply = NormLinear.apply if is_watched() else _apply
         # Saved tensors have to be inputs or results: second derivatives reach x through them.
-        is_sum = has_sum(ready)
-        found = list(apply(spec._replace(returns_sum=is_sum), owners, *each_once(tensors)))
+        is_sum = has_sum(ready) or spec.returns_sum
+        adds_x = ready.out_residual is ready.x and not has_sum(ready)
+        if adds_x:
+            tensors = flat(ready._replace(out_residual=None))
+        options = (spec._replace(returns_sum=is_sum), owners, adds_x)
+        found = list(apply(*options, *each_once(tensors)))
         if is_sum and not spec.returns_sum:
             found.pop(-2 if spec.returns_norm else -1)
         return found
     results = Results.unflat(ops.forward(*ready, *spec, False), spec, ready, False)
-    return results.flat()
+    return [*_results(results, spec, ready)]
