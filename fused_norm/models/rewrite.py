@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
@@ -263,7 +264,8 @@ class Rewriter:
         call.recipe, call.precision = self.precision.of_call(call.products())
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
             raise Left("rounded between the norm and its quantization")
-        if self._passes_on(norm, call, place, dead):
+        # Not if another call computes x, and replaces it.
+        if x is norm.x and self._passes_on(norm, call, place, dead):
             call.passes_on = norm.x
         with self.emitter.graph.inserting_before(place):
             return emit_call(self.emitter, norm, call, x)
@@ -330,8 +332,15 @@ class Rewriter:
 
 
 def _is_followed(reader: Node) -> bool:
-    """Return whether a gradient may come back from a reader; results of the graph stay what they are."""
-    if reader.op == "output":
+    """Return whether a gradient may come back from a reader that may read another tensor.
+
+    Results of the graph stay what they are. So does what hooks are registered on and derivatives
+    are taken of: they need the whole gradient of a tensor, from all of its readers.
+    """
+    found, target = value(reader), reader.target
+    is_autograds = getattr(target, "__module__", "").startswith("torch.autograd")
+    if reader.op == "output" or found is None or isinstance(target, HigherOrderOperator):
         return False
-    found = [v for v in tree_leaves(value(reader)) if isinstance(v, Tensor)]
-    return not found or any(v.requires_grad for v in found)
+    return not is_autograds and any(
+        isinstance(v, Tensor) and v.requires_grad for v in tree_leaves(found)
+    )

@@ -112,11 +112,9 @@ def _empty_forward(spec: Spec, t: Operands, keeps: bool) -> list[Tensor]:
     kept = _fake_forward(*t, *spec, keeps)
     given = len(outputs) - spec.returns_sum - spec.returns_norm
     results = Results.unflat([torch.zeros_like(k) for k in kept], spec, t, keeps)
-    rest = list(outputs[given:])
-    total = rest.pop(0) if spec.returns_sum else None
-    if total is None and results.sum is not None:
-        total = summed(t)
-    norm = rest.pop(0) if spec.returns_norm else None
+    # A sum of x alone is no result of the op.
+    total = None if results.sum is None else summed(t)
+    norm = outputs[-1] if spec.returns_norm else None
     outputs = [torch.clone(o) for o in outputs[:given]]
     return results._replace(outputs=outputs, sum=total, norm=norm).flat()
 
