@@ -22,6 +22,9 @@ CACHES = ("tests/ops/test_rotary_cache.py", "-k", "two_calls and float32")
 WRITES_LEFT = ("tests/models/test_cache_writes.py", "-k", "as_they_were")
 MASKS = ("tests/models/test_masks.py", "-k", "stay or another_length")
 GROUPED = ("tests/models/test_grouped_heads.py", "-k", "stay")
+PASSED_SUMS = ("tests/ops/test_passed_sums.py",)
+PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before or twice or rows")
+OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -487,5 +490,53 @@ MUTATIONS = (
         " and _constants(outer, flow, {}):",
         ":",
         ("tests/models/test_masks.py", "-k", "checkpoint"),
+    ),
+    Mutation(
+        "x has no gradient from an output that adds it, from C++",
+        "cpu",
+        "fused_norm/chain/node.cpp",
+        "spec_.returns_norm, gradients.front());",
+        "spec_.returns_norm, Tensor());",
+        (*PASSED_SUMS, "-k", "(values or some) and node"),
+    ),
+    Mutation(
+        "a norm's input is not returned in traced graphs",
+        "cpu",
+        "fused_norm/ops/norm_linear.py",
+        "return is_traced and t.x.requires_grad",
+        "return False and t.x.requires_grad",
+        (*PASSED_SUMS, "-k", "passed_on"),
+    ),
+    Mutation(
+        "a hook is moved to what a call returns",
+        "cpu",
+        "fused_norm/models/rewrite.py",
+        "found is None or isinstance(target, HigherOrderOperator)",
+        "found is None",
+        PASSED_ON,
+    ),
+    Mutation(
+        "a sum is computed again where another call of its norm returns it",
+        "cpu",
+        "fused_norm/models/rewrite.py",
+        "if x is norm.x and self._passes_on(",
+        "if self._passes_on(",
+        PASSED_ON,
+    ),
+    Mutation(
+        "x is passed on without rows as a sum that no call computes",
+        "cpu",
+        "fused_norm/ops/norm_linear_ops.py",
+        "total = None if results.sum is None else summed(t)",
+        "total = summed(t)",
+        PASSED_ON,
+    ),
+    Mutation(
+        "nobody adds a sum whose product became part of a call that cannot",
+        "cpu",
+        "fused_norm/models/rewrite.py",
+        "            self.sums.discard(activated.out)\n",
+        "",
+        OWN_SUMS,
     ),
 )
