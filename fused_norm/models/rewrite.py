@@ -286,8 +286,11 @@ class Rewriter:
             and not self.flow.is_written([x], place)
         )
         readers = [user for user in x.users if user not in dead and _is_followed(user)]
-        # A norm that is written out would no longer be found if its nodes read two tensors.
-        return is_served and bool(readers) and all(user >= place for user in readers)
+        # A norm that is written out would no longer be found if its nodes read two tensors, as
+        # those of another do that shares a reciprocal root with this one.
+        is_shared = any(u not in dead for n in norm.inner if n is not norm.out for u in n.users)
+        is_before = any(user < place for user in readers)
+        return is_served and bool(readers) and not (is_shared or is_before)
 
     def _swap(
         self,
