@@ -86,15 +86,13 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[_OPTIONS:])
     if all(g is None for g in grad_outputs):
         return (None,) * (_OPTIONS + len(needed))
-    spec = ctx.spec
-    if ctx.adds_x:
-        spec, grad_outputs = with_sum(spec, grad_outputs)
+    spec, grads = with_sum(ctx.spec, grad_outputs) if ctx.adds_x else (ctx.spec, grad_outputs)
 
     def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         tensors = ctx.saved_tensors
         return tensors[: ctx.count], tensors[ctx.count :]
 
-    found = gradients(spec, ctx.owners, saved, grad_outputs, needed)
+    found = gradients(spec, ctx.owners, saved, grads, needed)
     return (*(None,) * _OPTIONS, *found)
 
 
