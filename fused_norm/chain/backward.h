@@ -92,14 +92,45 @@ class Backward {
     return fused_norm::sum_of_rows(dense(rows), kernels_.passes);
   }
 
-  // Replaces the output's gradient with that of the activation, and returns it.
+  // Replaces the output's gradient with that of the activation, or of its input, and returns it.
   Tensor second_linear() {
     const Tensor dout = das_[0];
     das_[0] = Tensor();
-    if (dout.defined() && (wants_norm_ || wants_weight_ || wants_bias_)) {
+    if (dout.defined() && (wants_norm_ || wants_weight_ || wants_bias_) &&
+        !before_activation_by_product(dout)) {
       das_[0] = input_gradient(dout, t_[OUT_WEIGHT], spec_.invariant, kernels_);
     }
     return dout;
+  }
+
+  // Computes the gradient of the activation's input, and the activation if it is wanted, in the product
+  // that gives the activation's gradient; false if its plan declines. Biases are left to later kernels.
+  bool before_activation_by_product(const Tensor& dout) {
+    const auto& product = kernels_.product;
+    const Tensor& weight = t_[OUT_WEIGHT];
+    if (!product.input_gradient || spec_.invariant || !dout.is_contiguous() ||
+        !weight.is_contiguous() || (wants_bias_ && t_.count() > 1)) {
+      return false;
+    }
+    const auto h = products_[0].rows();
+    auto call = rows_call(extent_.M, dout.size(1), product.context);
+    call.K = weight.size(1);
+    call.activation = spec_.activation;
+    call.dy = address(dout);
+    call.weight = address(weight);
+    call.h = address(h);
+    call.dh = WANTED;
+    if (wanted_[OUT_WEIGHT]) call.a = WANTED;
+    if (product.plan_input_gradient(&call) != 0 || call.strategy != FUSED) return false;
+    const auto dh = empty_like(h);
+    call.dh = address(dh);
+    if (call.a) {
+      a_ = empty(Shape{extent_.M, call.K}, h);
+      call.a = address(a_);
+    }
+    launch(product.input_gradient, call, dout);
+    dhs_.push_back(dh);
+    return true;
   }
 
   // The gradients of the second Linear layer's parameters.
@@ -115,7 +146,8 @@ class Backward {
   // The gradient of each product, and of each bias whose gradient no later kernel computes.
   void before_activation() {
     const auto count = t_.count();
-    for (size_t i = 0; i < das_.size(); ++i) {
+    if (!dhs_.empty()) dbiases_.emplace_back();
+    for (size_t i = dhs_.size(); i < das_.size(); ++i) {
       const Tensor& da = das_[i];
       const bool wants_bias = spec_.is_joined ? wants_bias_ : wanted_[NAMED + count + i];
       dbiases_.emplace_back();

@@ -45,6 +45,11 @@ comptime _CDF_0 = 1.59387106
 comptime _CDF_1 = 0.0754147883
 comptime _CDF_2 = -0.000949938622
 comptime _CDF_3 = 8.08569757e-06
+# q(t) for t = h^2, with which s (1 - s) q(h^2) is the density of the normal distribution: h times its error is at most
+# 1.4e-4.
+comptime _DENSITY_0 = 1.59306686
+comptime _DENSITY_1 = 0.22461166
+comptime _DENSITY_2 = -0.00381119
 # Beyond this h^2, s is 0 or 1 long since, and powers of h are far from overflow. p only grows.
 comptime _END = 1e4
 
@@ -148,6 +153,56 @@ struct Backward[dtype: DType, width: Int, narrow: Bool = False](
             )
             self.a = h * s.share
             self.dh = da * fma(h * s.share * s.rest, slope, s.share)
+
+
+struct SmoothBackward[width: Int](TrivialRegisterPassable):
+    """What the backward of an activation from `GELU` on needs of elements, on a GPU for 16 bits: like `Backward`, in one
+    formula for all, so that the code of a product's epilogue stays short.
+
+    With a = h s, s = 1 / (1 + e^-z): dh = da (s + a (1 - s) dz/dh).
+
+    Parameters:
+        width: The number of elements.
+    """
+
+    var a: SIMD[DType.float32, Self.width]
+    """The activations."""
+    var dh: SIMD[DType.float32, Self.width]
+    """The gradient of h."""
+
+    @always_inline
+    def __init__(
+        out self,
+        kind: Int32,
+        h: SIMD[DType.float32, Self.width],
+        da: SIMD[DType.float32, Self.width],
+    ):
+        """Computes both.
+
+        Args:
+            kind: Which activation.
+            h: The elements.
+            da: The gradient of act(h).
+        """
+        comptime Lanes = SIMD[DType.float32, Self.width]
+        var d0 = Float32(1)
+        var d1 = Float32(0)
+        var d2 = Float32(0)
+        if kind == GELU:
+            d0 = _DENSITY_0
+            d1 = _DENSITY_1
+            d2 = _DENSITY_2
+        elif kind == GELU_TANH:
+            d0 = _TANH_LINEAR
+            d1 = 3 * _TANH_CUBIC
+        elif kind == QUICK_GELU:
+            d0 = _QUICK
+        var t = min(h * h, Lanes(_END))
+        var slope = t.fma(Lanes(d2), Lanes(d1)).fma(t, Lanes(d0))
+        var s = _narrow_share(kind, h)
+        self.a = h * s
+        # Where 1 - s is rounded away, so is what it is multiplied by.
+        self.dh = da * fma(self.a * (1 - s), slope, s)
 
 
 @always_inline

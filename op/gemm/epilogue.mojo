@@ -38,6 +38,22 @@ Parameters:
 """
 
 
+@fieldwise_init
+struct Gradients[width: Int](TrivialRegisterPassable):
+    """What becomes of gradients of an activation, and the activation.
+
+    Parameters:
+        width: How many elements.
+    """
+
+    var a: SIMD[DType.float32, Self.width]
+    """The activation, for a gate what it gates multiplied by it."""
+    var dh: SIMD[DType.float32, Self.width]
+    """Gradient of its input."""
+    var dup: SIMD[DType.float32, Self.width]
+    """Gradient of what a gate multiplies; otherwise the same as `dh`."""
+
+
 comptime Vector[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 """Points to what an epilogue reads along the rows or the columns.
 
@@ -67,6 +83,9 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether they add such a tensor to what is finished, before it is rounded."""
     comptime is_gate: Bool = False
     """Whether c has half of the columns of h: of 16 columns of b, the first eight gate the others."""
+    comptime gradients: Int = 0
+    """How many gradients c has of each sum, which is that of an activation, whose input h is loaded: 1, or 2 for a
+    gate, whose own are the left half of c, as of h."""
     comptime stores: Bool = True
     """Whether c is stored; otherwise only sums of it are kept."""
     comptime sums_rows: Bool = False
@@ -172,12 +191,45 @@ trait Epilogue(TrivialRegisterPassable):
 
     @always_inline
     def h(self) -> Int:
-        """Locates h, which is stored in addition to c.
+        """Locates h, which is stored in addition to c, or loaded where c is its gradient.
 
         Returns:
             Its address, 0 if it is not. Before a gate, its left half holds the gates.
         """
         return 0
+
+    @always_inline
+    def a(self) -> Int:
+        """Locates the activation, which is stored in addition to the gradient of its input.
+
+        Returns:
+            Its address, 0 if it is not.
+        """
+        return 0
+
+    @always_inline
+    def differentiated[
+        width: Int
+    ](
+        self,
+        da: SIMD[DType.float32, width],
+        h: SIMD[DType.float32, width],
+        up: SIMD[DType.float32, width],
+    ) -> Gradients[width]:
+        """Makes c of sums that are the gradient of an activation.
+
+        Parameters:
+            width: How many elements.
+
+        Args:
+            da: The sums.
+            h: The activation's input; of a gate, the gates.
+            up: What the gates are multiplied by; not used otherwise.
+
+        Returns:
+            The elements of c and of the activation, still to be rounded.
+        """
+        return {h, da, da}
 
     @always_inline
     def activation(self) -> Int32:

@@ -1,4 +1,5 @@
-"""Queues a product with an activation or a gate, in ping-pong kernels: one consumer stores while the other multiplies.
+"""Queues a product with an activation or a gate, or their gradient, in ping-pong kernels: one consumer stores while
+the other multiplies.
 
 The activation takes as long as a third of the products of K = 1024. Only ping-pong hides that.
 """
@@ -81,3 +82,46 @@ def launch_activated[
             else:
                 comptime config = Config.of(width, ping_pong=True)
                 launch_matrix[dtype, config](gpu, c, a, b, product)
+
+
+def launch_gradients[
+    E: Epilogue, //, dtype: DType
+](
+    gpu: Gpu,
+    c: Int,
+    a: Int,
+    b: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    epilogue: E,
+) raises:
+    """Queues the gradient c of the input of an activation, whose own is a @ b.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of all, of 16 bits.
+
+    Args:
+        gpu: Where to run.
+        c: Address of c [M, N], for a gate [M, 2N].
+        a: Address of a [M, K].
+        b: Address of b [K, N].
+        m: Rows of a.
+        n: Columns of b; a multiple of 16 bytes, for a gate of 32.
+        k: Length of the sums, a multiple of 16 bytes.
+        epilogue: Makes c of the sums.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = Product(m, n, k, epilogue, NoHook())
+    product.band = BAND
+    var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
+    comptime for i in ACTIVATED_SHAPES:
+        comptime width = SHAPES[i].columns
+        comptime config = Config.of(
+            width, b_transposed=True, ping_pong=True, loads_h=True
+        )
+        if columns == width:
+            launch_matrix[dtype, config](gpu, c, a, b, product)

@@ -13,6 +13,12 @@ comptime CONSUMER_WARPS = 4 * CONSUMERS
 """Warps that multiply and store."""
 comptime BOX_BYTES = 16 * ROW_BYTES
 """Bytes of the largest output box: 16 swizzled rows."""
+comptime H_COLUMNS = 32
+"""Columns of a box of h that a warp loads, or of a gradient that it stores, of 16 bits each."""
+comptime H_BOXES = 4
+"""Boxes of h that a warp has room for."""
+comptime H_BOX_BYTES = 16 * 2 * H_COLUMNS
+"""Bytes of one."""
 comptime SLICE_COLUMNS = 64
 """Columns of a slice of a transposed b, of 16 bits each."""
 
@@ -51,6 +57,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     var any_columns: Bool
     """Whether c has any number of columns, so that threads store it; otherwise
     its rows start at multiples of 16 bytes, and TMA does."""
+    var loads_h: Bool
+    """Whether warps load boxes of the input of an activation, for the epilogue of its gradient."""
 
     @staticmethod
     def of(
@@ -64,6 +72,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         ping_pong: Bool = False,
         parts: Int = WHOLE,
         any_columns: Bool = False,
+        loads_h: Bool = False,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -82,6 +91,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             ping_pong: Whether consumers alternate.
             parts: How several matrices make the product.
             any_columns: Whether c has any number of columns.
+            loads_h: Whether warps load boxes of h.
 
         Returns:
             The choices.
@@ -98,6 +108,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             ping_pong=ping_pong,
             parts=parts,
             any_columns=any_columns,
+            loads_h=loads_h,
         )
         choices.stages = (
             _SHARED_BYTES - _BARRIER_BYTES - choices.shared_bytes()
@@ -288,8 +299,10 @@ struct Config(Equatable, TrivialRegisterPassable):
         """Counts the bytes of the vectors of the epilogue of one tile.
 
         Returns:
-            The bytes: two values for each column, or one for each row and warp.
+            The bytes: two values for each column, or one for each row and warp; none where h is loaded.
         """
+        if self.loads_h:
+            return 0
         if self.ping_pong:
             return 2 * self.columns * 4
         return max(2 * self.columns, 4 * TILE_ROWS) * 4
@@ -304,6 +317,15 @@ struct Config(Equatable, TrivialRegisterPassable):
         return TILE_ROWS * self.columns * 4 if self.parts == IN_TURN else 0
 
     @always_inline
+    def h_boxes(self) -> Int:
+        """Counts the boxes of h that the warps of a block have room for.
+
+        Returns:
+            The boxes.
+        """
+        return CONSUMER_WARPS * H_BOXES if self.loads_h else 0
+
+    @always_inline
     def shared_bytes(self) -> Int:
         """Counts the shared memory of a block.
 
@@ -313,6 +335,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         return (
             self.stages * (self.a_bytes() + self.b_bytes())
             + CONSUMER_WARPS * 2 * BOX_BYTES
+            + self.h_boxes() * (H_BOX_BYTES + 8)
             + self.first_sums_bytes()
             + self.tiles_at_once() * self.vector_bytes()
             + (2 * self.stages + 2 * self.tiles_at_once()) * 8

@@ -28,6 +28,7 @@ from .row_terms import Halves, ThreadTerms
 from .shared_layout import Shared
 from .store import TileRows
 from .store_float32 import Float32Rows
+from .store_gradients import HRows, store_gradients
 from .store_quantized import FirstSums, store_quantized
 from .sums import Accumulators, Sums
 from .tiles import Tiles
@@ -131,6 +132,14 @@ def consume[
     var first_sums = FirstSums(shared.first_sums(), consumer * 128 + thread)
     var elements = Elements(product.c, UInt32(product.m), UInt32(product.n))
 
+    var h_rows = HRows[columns, E.gradients](
+        shared.h_box(consumer * 4 + warp_in_group),
+        shared.h_full(consumer * 4 + warp_in_group),
+        h_map,
+        UInt32(product.n),
+        lane,
+    )
+
     var progress = Progress[H.passes_on](
         {unsafe_from_address = product.hook.counters()}, lane
     )
@@ -158,6 +167,8 @@ def consume[
             first_row += rank * UInt32(TILE_ROWS)
         var row = first_row + warp_in_group * 16
         var tile_column = place[1]
+        comptime if config.loads_h:
+            h_rows.start(row, tile_column * UInt32(columns))
         var c_map = c_maps
         comptime if config.parts == SIDE_BY_SIDE:
             var its_place = Parts(product.sizes, columns).find(tile_column)
@@ -299,7 +310,15 @@ def consume[
                     lane,
                     elements,
                 )
-                comptime if E.quantizes:
+                comptime if config.loads_h:
+                    store_gradients[c_dtype, columns, half](
+                        rows_of_tile,
+                        sums_of_half,
+                        h_rows,
+                        boxes,
+                        c_map,
+                    )
+                elif E.quantizes:
                     store_quantized[columns, config.parts](
                         rows_of_tile,
                         sums_of_half,
@@ -327,6 +346,8 @@ def consume[
                         c_map,
                         addend,
                     )
+            comptime if config.loads_h:
+                h_rows.next_tile()
             comptime if E.adds_last:
                 multiplier.release_addend(addend)
             comptime if E.vectors > 0:

@@ -34,7 +34,7 @@ from .producer import produce
 from .product import Product
 from .registers import registers_lower, registers_raise
 from .shared_layout import Shared
-from .tensor_map import Map, Maps
+from .tensor_map import Map, Maps, maps_of_c
 from .tiles import Tiles
 from .tma import address_of, prefetch_tensor_map
 from .wgmma import row_elements
@@ -60,7 +60,7 @@ def matrix_kernel[
 ](
     a_maps: Maps[config.a_count()],
     b_maps: Maps[config.b_count()],
-    c_maps: Maps[config.c_count()],
+    c_maps: Maps[maps_of_c[E](config)],
     more_map: Map,
     product: Product[E, H],
 ):
@@ -84,9 +84,9 @@ def matrix_kernel[
         b_maps: Tensor map of b [N, K], boxes of config.columns / sharers by a
             k block; of a transposed b [K, N], boxes of config.b_box_rows() by 64.
         c_maps: Tensor map of c [M, N], boxes of 16 rows of up to 128 bytes; not read
-            where c is added to, or has any number of columns.
-        more_map: Tensor map of h, in c's boxes, which an activation stores as well;
-            or of what is added to c, in boxes of a tile's rows.
+            where c is added to, or has any number of columns. With gradients of h, then that of a.
+        more_map: Tensor map of h, in c's boxes, which an activation stores as well, or
+            gradients load; or of what is added to c, in boxes of a tile's rows.
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
@@ -136,6 +136,21 @@ def matrix_kernel[
         E.quantizes and E.scales_blocks and config.columns == SCALE_BLOCK
     )
     comptime assert config.parts != IN_TURN or E.quantizes
+    # Consumers that share a tile would multiply nothing while they wait for h.
+    comptime assert config.loads_h == (E.gradients > 0)
+    comptime assert not config.loads_h or (
+        config.ping_pong
+        and config.parts == WHOLE
+        and E.vectors == 0
+        and not (
+            E.activates
+            or E.adds
+            or E.adds_last
+            or E.has_row_terms
+            or E.scales_blocks
+            or config.any_columns
+        )
+    )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
     var shared = Shared[config](
@@ -171,7 +186,9 @@ def matrix_kernel[
         prefetch_tensor_map(address_of(b_maps))
         comptime if not config.adds and not config.any_columns:
             prefetch_tensor_map(address_of(c_maps))
-        comptime if E.activates or E.adds_last:
+        for box in range(UInt32(config.h_boxes())):
+            mbarrier_init(shared.h_full(0) + box * 8, 1)
+        comptime if E.activates or E.adds_last or config.loads_h:
             prefetch_tensor_map(address_of(more_map))
     # An earlier grid may still be writing the operands. But a kernel that makes
     # the terms of rows has itself waited for all earlier ones, and so has the

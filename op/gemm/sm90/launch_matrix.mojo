@@ -23,7 +23,7 @@ from .parts import (
     steps_of,
 )
 from .product import Product
-from .tensor_map import Maps, operand_map, tensor_map
+from .tensor_map import Maps, maps_of_c, operand_map, tensor_map
 from .tiling import count_tiles
 from .wgmma import row_elements
 
@@ -111,7 +111,7 @@ def launch_parts[
     var a_maps = Maps[config.a_count()](a_map)
     var b_maps = Maps[config.b_count()](a_map)
     var c_map = a_map
-    var c_maps = Maps[config.c_count()](a_map)
+    var c_maps = Maps[maps_of_c[E](config)](a_map)
     comptime for i in range(config.b_count()):
         comptime sides = config.parts == SIDE_BY_SIDE
         var own_n, own_k = n, k
@@ -146,7 +146,7 @@ def launch_parts[
                     ctx,
                     c.addresses[i],
                     m,
-                    n // 2 if E.is_gate else own_n,
+                    n // 2 if E.is_gate else own_n * max(E.gradients, 1),
                     16,
                     c.pitch,
                     box,
@@ -164,6 +164,22 @@ def launch_parts[
         if product.epilogue.h() != 0:
             more_map = tensor_map[c_dtype](
                 ctx, product.epilogue.h(), m, n, 16, box_columns=box
+            )
+    elif E.gradients > 0:
+        more_map = tensor_map[c_dtype](
+            ctx,
+            product.epilogue.h(),
+            m,
+            n * E.gradients,
+            16,
+            box_columns=box,
+        )
+        if product.epilogue.a() != 0:
+            c_maps.set(
+                1,
+                tensor_map[c_dtype](
+                    ctx, product.epilogue.a(), m, n, 16, box_columns=box
+                ),
             )
     elif E.adds or E.adds_last:
         more_map = tensor_map[c_dtype](

@@ -1,6 +1,12 @@
 """Addresses of what a block of the matrix kernel has in shared memory."""
 
-from .config import BOX_BYTES, CONSUMER_WARPS, Config
+from .config import (
+    BOX_BYTES,
+    CONSUMER_WARPS,
+    H_BOX_BYTES,
+    H_BOXES,
+    Config,
+)
 
 
 @doc_hidden
@@ -40,7 +46,13 @@ struct Shared[config: Config](TrivialRegisterPassable):
     @always_inline
     def first_sums(self) -> UInt32:
         """Locates the sums of the first of two matrices in turn."""
-        return self.boxes(CONSUMER_WARPS)
+        return self.h_box(CONSUMER_WARPS)
+
+    @always_inline
+    def h_box(self, warp: UInt32) -> UInt32:
+        """Locates the first box of h of a consumer warp."""
+        comptime bytes = Self.config.h_boxes() // CONSUMER_WARPS * H_BOX_BYTES
+        return self.boxes(CONSUMER_WARPS) + warp * UInt32(bytes)
 
     @always_inline
     def vectors(self, tile: UInt32 = 0) -> UInt32:
@@ -72,3 +84,11 @@ struct Shared[config: Config](TrivialRegisterPassable):
     def vectors_empty(self, tile: UInt32) -> UInt32:
         """Locates the barrier that completes when they are used up."""
         return self.vectors_full(tile) + 8
+
+    @always_inline
+    def h_full(self, warp: UInt32) -> UInt32:
+        """Locates the barrier that completes when the first box of h of a consumer warp is there; those of its other
+        boxes follow."""
+        return self.vectors_full(
+            UInt32(Self.config.tiles_at_once())
+        ) + warp * UInt32(8 * H_BOXES)

@@ -138,6 +138,15 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
             )
 
     @always_inline
+    def put_sixteen[
+        dtype: DType, group: Int
+    ](self, box: UInt32, values: SIMD[DType.float32, 8]):
+        """Stores what a lane has of 16 columns in a box."""
+        self._put[dtype, group](
+            box, values.slice[4](), values.slice[4, offset=4]()
+        )
+
+    @always_inline
     def send[
         dtype: DType
     ](self, map: OpaquePointer[ImmUntrackedOrigin], box: UInt32, column: Int32):

@@ -12,6 +12,8 @@ from max.gpu.host.nvidia.tma import (
 )
 
 from ...argument import KernelArgument
+from ..epilogue import Epilogue
+from .config import Config
 from .eight_bits import is_eight_bits
 from .parts import MAP_BYTES
 from .wgmma import row_elements
@@ -19,6 +21,21 @@ from .wgmma import row_elements
 comptime _MAP_WORDS = MAP_BYTES // 8
 comptime Map = Maps[1]
 """A tensor map."""
+
+
+def maps_of_c[E: Epilogue](config: Config) -> Int:
+    """Counts the matrices that a product stores.
+
+    Parameters:
+        E: What becomes of the sums.
+
+    Args:
+        config: Compile-time choices of the matrix kernel.
+
+    Returns:
+        Their tensor maps: of c, and of a where c is the gradient of its input.
+    """
+    return config.c_count() + (1 if E.gradients > 0 else 0)
 
 
 @align(64)

@@ -1,17 +1,21 @@
 """The backward of a Linear layer alone: dgrad, then wgrad.
 
-    dx = dy weight
+    dx = dy weight    if x = act(h), dh = dx act'(h) instead, and x again, in the same kernel
     dW = dy^T z, and db in the same kernel
 
 The plans decline where PyTorch's product is faster, or where TMA cannot read the layout of a matrix.
 """
 
 from ...call import Call
-from ...device import Launcher
+from ...device import Gpu, Launcher
+from ...gemm.activation import GATED, GELU
+from ...gemm.differentiated import Differentiated
 from ...gemm.epilogues import Plain
+from ...gemm.sm90.activated import launch_gradients
+from ...gemm.sm90.config import H_COLUMNS
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
-from ...gemm.sm90.tiling import Tiling
+from ...gemm.sm90.tiling import FEW_ROWS, Tiling, activated_tiling
 from ..plan import DECLINED, FUSED
 from .choice import has_kernels
 from .costs import Costs
@@ -35,7 +39,8 @@ def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
         dtype: Type of all.
 
     Args:
-        call: Sizes, conditions, and the addresses that there are. If it is to be invariant, speed does not matter.
+        call: Sizes, conditions, the activation, and the addresses that there are. If it is to be invariant, speed does
+            not matter.
         costs: What products cost on the device.
 
     Returns:
@@ -43,6 +48,19 @@ def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     """
     if dtype == DType.float32 or not has_kernels[dtype](call):
         return False
+    if call.activation != 0:
+        # A pass over h is saved, as are writing and reading dx. Boxes of a gate's gradient end where its halves do.
+        var tiling = activated_tiling[dtype](
+            call.M, call.K, call.N, costs.processors
+        )
+        var kind = Int32(call.activation % GATED)
+        var fits = call.activation < GATED or call.K % H_COLUMNS == 0
+        return (
+            kind >= GELU
+            and fits
+            and tiling.columns != FEW_ROWS
+            and tiling.fills()
+        )
     return call.invariant != 0 or (
         _input_gradient_tiling(call, costs.processors).fills()
         and costs.is_faster(call.M, call.N, call.K)
@@ -66,7 +84,7 @@ def plan_input_gradient[dtype: DType](launcher: Launcher, mut call: Call):
 
 
 def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dx = dy weight.
+    """Queues dx = dy weight; with an activation dh, and a if it has an address.
 
     Parameters:
         dtype: Type of all: bfloat16 or float16.
@@ -79,6 +97,12 @@ def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
         If the driver refuses.
     """
     ref gpu = launcher.gpu
+    if call.activation >= GATED:
+        _launch_gradients[dtype, True](gpu, call)
+        return
+    if call.activation != 0:
+        _launch_gradients[dtype, False](gpu, call)
+        return
     launch_product[dtype, True](
         gpu,
         _input_gradient_tiling(call, gpu.processors),
@@ -89,6 +113,21 @@ def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
         call.K,
         call.N,
         Plain(),
+    )
+
+
+def _launch_gradients[dtype: DType, gates: Bool](gpu: Gpu, call: Call) raises:
+    launch_gradients[dtype](
+        gpu,
+        call.dh,
+        call.dy,
+        call.weight,
+        call.M,
+        call.K,
+        call.N,
+        Differentiated[gates](
+            Int64(call.h), Int64(call.a), Int32(call.activation % GATED)
+        ),
     )
 
 
