@@ -40,6 +40,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        # What products have made gradients of, instead of a pass.
+        self.differentiated: list[str] = []
         self.declines: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Callable[[int], None]:
@@ -79,10 +81,25 @@ class StandIn:
             y += _at(call.residual, call.M, call.N)
         _at(call.y, call.M, call.N).copy_(y)
 
-    @staticmethod
-    def _input_gradient(call: record.Call) -> None:
+    def _input_gradient(self, call: record.Call) -> None:
         dy, weight = _at(call.dy, call.M, call.N), _at(call.weight, call.N, call.K)
-        _at(call.dx, call.M, call.K).copy_(dy.float() @ weight.float())
+        gradient = dy.float() @ weight.float()
+        if not call.activation:
+            _at(call.dx, call.M, call.K).copy_(gradient)
+            return
+        self.differentiated.append("h")
+        is_gate = call.activation >= GATED
+        h = _at(call.h, call.M, (1 + is_gate) * call.K).double()
+        gate, *up = h.chunk(2, -1) if is_gate else (h,)
+        kind, step = call.activation % GATED, 1e-4
+        # Nothing is recorded while the chain runs.
+        slope = (_activated(kind, gate + step) - _activated(kind, gate - step)) / (2 * step)
+        dh = gradient * slope * (up[0] if is_gate else 1)
+        if is_gate:
+            dh = torch.cat([dh, gradient * _activated(kind, gate)], -1)
+        _at(call.dh, *h.shape).copy_(dh)
+        if call.a:
+            _at(call.a, call.M, call.K).copy_(_activated(call.activation, h))
 
     @staticmethod
     def _weight_gradient(call: record.Call) -> None:
@@ -121,6 +138,18 @@ def test_a_pass_activates_where_the_product_does_not(kernels: StandIn) -> None:
     case = case_of("GELU")
     family.check(case, family.make_tensors(case), draws=1)
     assert kernels.done == ["linear", "input_gradient", "weight_gradient"]
+
+
+@pytest.mark.parametrize("name", ["MLP", "MLP without a residual, recomputed"])
+def test_a_pass_differentiates_where_the_product_does_not(kernels: StandIn, name: str) -> None:
+    case, (_, forward, backward) = case_of(name), ROWS[name]
+    for declined in ((), ("activated_input_gradient",)):
+        kernels.declines = (*GROUPED, *declined)
+        kernels.done.clear()
+        family.check(case, family.make_tensors(case), draws=1)
+        assert kernels.done == forward + backward
+        assert ("h",) * (not declined) == tuple(kernels.differentiated)
+        kernels.differentiated.clear()
 
 
 @pytest.mark.parametrize("name", ["residual", "MLP"])

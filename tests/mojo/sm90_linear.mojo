@@ -9,7 +9,7 @@ the strategies of a norm with an activation and with a gate, where a fold may be
 from std.sys import argv
 
 from op.call import Call
-from op.gemm.activation import GATED, GELU, SILU
+from op.gemm.activation import GATED, GELU, RELU, SILU
 from op.norm_linear.sm90.choice import choose_forward
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
@@ -28,6 +28,8 @@ def main() raises:
         call.N = Int(numbers[i + 2])
         var activated = call
         activated.activation = Int(GELU)
+        var rectified = call
+        rectified.activation = Int(RELU)
         var gated = call
         gated.activation = GATED + Int(SILU)
         gated.h = 1
@@ -54,6 +56,9 @@ def main() raises:
             Int(linear_pays[DType.bfloat16](gated, costs)),
             Int(linear_pays[DType.bfloat16](added, costs)),
             Int(input_gradient_pays[DType.bfloat16](call, costs)),
+            Int(input_gradient_pays[DType.bfloat16](activated, costs)),
+            Int(input_gradient_pays[DType.bfloat16](gated, costs)),
+            Int(input_gradient_pays[DType.bfloat16](rectified, costs)),
             Int(linear_pays[DType.float32](call, costs)),
             choose_forward[DType.float32](activated, costs, True),
             Int(linear_pays[DType.bfloat16](shifted, costs)),
