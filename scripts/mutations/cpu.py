@@ -25,6 +25,7 @@ GROUPED = ("tests/models/test_grouped_heads.py", "-k", "stay")
 PASSED_SUMS = ("tests/ops/test_passed_sums.py",)
 PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before or twice or rows")
 OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
+GRADIENT_PLANS = ("tests/chain/test_linear_plans.py", "-k", "test_plan")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -538,5 +539,21 @@ MUTATIONS = (
         "            self.sums.discard(activated.out)\n",
         "",
         OWN_SUMS,
+    ),
+    Mutation(
+        "a gate's gradient whose halves end within a box",
+        "cpu",
+        "op/norm_linear/sm90/linear_backward.mojo",
+        "var fits = call.activation < GATED or call.K % H_COLUMNS == 0",
+        "var fits = call.activation < GATED or call.K > H_COLUMNS",
+        GRADIENT_PLANS,
+    ),
+    Mutation(
+        "the gradient of a ReLU by the curve of smooth activations",
+        "cpu",
+        "op/norm_linear/sm90/linear_backward.mojo",
+        "kind >= GELU\n",
+        "kind > 0\n",
+        GRADIENT_PLANS,
     ),
 )

@@ -16,7 +16,7 @@ from fused_norm.activations import ACTIVATIONS, GATED
 from fused_norm.call import record
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Of all of a result: roundings, and the curves that stand for the normal distribution.
+# Of all of a result: roundings, and the curves that replace the normal distribution.
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 7e-4}
 SMOOTH = ["gelu", "gelu_tanh", "quick_gelu", "silu"]
 # Rows, outputs of the layer, columns of h: in tiles of 192 columns and of 128, whole and ragged.
