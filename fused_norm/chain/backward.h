@@ -68,7 +68,8 @@ class Backward {
   }
 
   Gradients run() {
-    if (spec_.activation && products_.empty()) {
+    // The second layer's weight needs what it read, if nothing was activated.
+    if ((spec_.activation || wanted_[OUT_WEIGHT]) && products_.empty()) {
       const auto z = normalized(spec_, t_, extent_, kernels_);
       products_ = products_of(spec_, z, t_, extent_, kernels_);
     }
@@ -108,7 +109,7 @@ class Backward {
   bool before_activation_by_product(const Tensor& dout) {
     const auto& product = kernels_.product;
     const Tensor& weight = t_[OUT_WEIGHT];
-    if (!product.input_gradient || spec_.invariant || !dout.is_contiguous() ||
+    if (!product.input_gradient || !spec_.activation || spec_.invariant || !dout.is_contiguous() ||
         !weight.is_contiguous() || (wants_bias_ && t_.count() > 1)) {
       return false;
     }
@@ -136,7 +137,7 @@ class Backward {
   // The gradients of the second Linear layer's parameters.
   void second_parameters(const Tensor& dout) {
     if (wanted_[OUT_WEIGHT] && !a_.defined()) {
-      a_ = activated(spec_, products_[0], kernels_).rows();
+      a_ = (spec_.activation ? activated(spec_, products_[0], kernels_) : products_[0]).rows();
     }
     found(OUT_WEIGHT) = parameter_gradients(
         dout, a_, t_[OUT_WEIGHT], wanted_[OUT_WEIGHT], wanted_[OUT_BIAS], spec_.invariant,

@@ -140,8 +140,8 @@ class NormLinearBackward : public torch::autograd::Node {
     if (extras[KEPT_MEAN].defined()) t[MEAN] = extras[KEPT_MEAN];
     if (extras[KEPT_RSTD].defined()) t[RSTD] = extras[KEPT_RSTD];
     for (const Place place : {RESIDUAL, OUT_BIAS, OUT_RESIDUAL}) t[place].reset();
-    // Only an activation's gradient depends on biases.
-    if (!spec_.activation) std::fill(t.begin() + NAMED + count(), t.end(), Tensor());
+    // Only gradients of what follows the products depend on biases.
+    if (!spec_.activation && !t[OUT_WEIGHT].defined()) std::fill(t.begin() + NAMED + count(), t.end(), Tensor());
     t.append(extras.begin() + EXTRAS, extras.end());
     saved_.reserve(t.size());
     for (size_t place = 0; place < t.size(); ++place) {

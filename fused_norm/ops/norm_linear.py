@@ -60,8 +60,10 @@ class NormLinear(torch.autograd.Function):
             rstd=t.rstd if results.rstd is None else results.rstd,
             out_bias=None,
             out_residual=None,
-            # Only an activation's gradient depends on biases.
-            biases=t.biases if spec.activation else [None] * len(t.biases),
+            # Only gradients of what follows the products depend on biases.
+            biases=t.biases
+            if spec.activation or t.out_weight is not None
+            else [None] * len(t.biases),
             **_NO_SUMMANDS,
         )
         ctx.set_materialize_grads(False)

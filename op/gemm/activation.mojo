@@ -45,11 +45,10 @@ comptime _CDF_0 = 1.59387106
 comptime _CDF_1 = 0.0754147883
 comptime _CDF_2 = -0.000949938622
 comptime _CDF_3 = 8.08569757e-06
-# q(t) for t = h^2, with which s (1 - s) q(h^2) is the density of the normal distribution: h times its error is at most
-# 1.4e-4.
-comptime _DENSITY_0 = 1.59306686
-comptime _DENSITY_1 = 0.22461166
-comptime _DENSITY_2 = -0.00381119
+# q(t) = p(0) + this, with which s (1 - s) q(h^2) is the density of the normal distribution: h times its error is at most
+# 1.7e-4.
+comptime _DENSITY_1 = 0.22380067
+comptime _DENSITY_2 = -0.00366674
 # Beyond this h^2, s is 0 or 1 long since, and powers of h are far from overflow. p only grows.
 comptime _END = 1e4
 
@@ -156,10 +155,7 @@ struct Backward[dtype: DType, width: Int, narrow: Bool = False](
 
 
 struct SmoothBackward[width: Int](TrivialRegisterPassable):
-    """What the backward of an activation from `GELU` on needs of elements, on a GPU for 16 bits: like `Backward`, in one
-    formula for all, so that the code of a product's epilogue stays short.
-
-    With a = h s, s = 1 / (1 + e^-z): dh = da (s + a (1 - s) dz/dh).
+    """What the backward of an activation from `GELU` on needs of elements, on a GPU for 16 bits.
 
     Parameters:
         width: The number of elements.
@@ -173,36 +169,69 @@ struct SmoothBackward[width: Int](TrivialRegisterPassable):
     @always_inline
     def __init__(
         out self,
-        kind: Int32,
+        curve: SmoothCurve,
         h: SIMD[DType.float32, Self.width],
         da: SIMD[DType.float32, Self.width],
     ):
         """Computes both.
 
         Args:
-            kind: Which activation.
+            curve: Which activation.
             h: The elements.
             da: The gradient of act(h).
         """
         comptime Lanes = SIMD[DType.float32, Self.width]
-        var d0 = Float32(1)
-        var d1 = Float32(0)
-        var d2 = Float32(0)
-        if kind == GELU:
-            d0 = _DENSITY_0
-            d1 = _DENSITY_1
-            d2 = _DENSITY_2
-        elif kind == GELU_TANH:
-            d0 = _TANH_LINEAR
-            d1 = 3 * _TANH_CUBIC
-        elif kind == QUICK_GELU:
-            d0 = _QUICK
         var t = min(h * h, Lanes(_END))
-        var slope = t.fma(Lanes(d2), Lanes(d1)).fma(t, Lanes(d0))
-        var s = _narrow_share(kind, h)
+        var p = (
+            t.fma(Lanes(curve.p3), Lanes(curve.p2))
+            .fma(t, Lanes(curve.p1))
+            .fma(t, Lanes(curve.p0))
+        )
+        var q = t.fma(Lanes(curve.q2), Lanes(curve.q1)).fma(t, Lanes(curve.p0))
+        var s = reciprocal(1 + exp2(h * p * -LOG2_E))
         self.a = h * s
         # Where 1 - s is rounded away, so is what it is multiplied by.
-        self.dh = da * fma(self.a * (1 - s), slope, s)
+        self.dh = da * fma(self.a * (1 - s), q, s)
+
+
+@fieldwise_init
+struct SmoothCurve(TrivialRegisterPassable):
+    """An activation from `GELU` on as numbers, so that one formula with no branches serves all: the code of an epilogue
+    that unrolls it stays short.
+
+    With z = h p(h^2), s = 1 / (1 + e^-z): a = h s, dh = da (s + a (1 - s) q(h^2)). Both polynomials begin with p0.
+    """
+
+    var p0: Float32
+    """First coefficient of p and q."""
+    var p1: Float32
+    """Second of p."""
+    var p2: Float32
+    """Third of p."""
+    var p3: Float32
+    """Last of p."""
+    var q1: Float32
+    """Second of q."""
+    var q2: Float32
+    """Last of q."""
+
+    @staticmethod
+    def of(kind: Int) -> Self:
+        """Finds the numbers of an activation.
+
+        Args:
+            kind: Which one.
+
+        Returns:
+            Its numbers.
+        """
+        if kind == Int(GELU):
+            return {_CDF_0, _CDF_1, _CDF_2, _CDF_3, _DENSITY_1, _DENSITY_2}
+        if kind == Int(GELU_TANH):
+            return {_TANH_LINEAR, _TANH_CUBIC, 0, 0, 3 * _TANH_CUBIC, 0}
+        if kind == Int(QUICK_GELU):
+            return {_QUICK, 0, 0, 0, 0, 0}
+        return {1, 0, 0, 0, 0, 0}
 
 
 @always_inline

@@ -6,7 +6,7 @@ Kernels load h, and store a as well if it is wanted, which the gradient of the n
 activation's backward in a pass of its own, da would be written and read once more.
 """
 
-from .activation import SmoothBackward
+from .activation import SmoothBackward, SmoothCurve
 from .epilogue import ColumnTerms, Epilogue, Gradients, RowTerms
 
 
@@ -29,8 +29,8 @@ struct Differentiated[gates: Bool](Epilogue):
     """Address of h [M, N], of a gate [M, 2N]."""
     var activation_address: Int64
     """Address of a [M, N], 0 if it is not wanted."""
-    var kind: Int32
-    """Which activation: one from `GELU` on."""
+    var curve: SmoothCurve
+    """Which activation."""
 
     @doc_hidden
     @always_inline
@@ -53,10 +53,10 @@ struct Differentiated[gates: Bool](Epilogue):
         up: SIMD[DType.float32, width],
     ) -> Gradients[width]:
         comptime if Self.gates:
-            var gate = SmoothBackward[width](self.kind, h, da * up)
+            var gate = SmoothBackward[width](self.curve, h, da * up)
             return {gate.a * up, gate.dh, da * gate.a}
         else:
-            var both = SmoothBackward[width](self.kind, h, da)
+            var both = SmoothBackward[width](self.curve, h, da)
             return {both.a, both.dh, both.dh}
 
     @doc_hidden

@@ -544,8 +544,8 @@ MUTATIONS = (
         "a gate's gradient whose halves end within a box",
         "cpu",
         "op/norm_linear/sm90/linear_backward.mojo",
-        "var fits = call.activation < GATED or call.K % H_COLUMNS == 0",
-        "var fits = call.activation < GATED or call.K > H_COLUMNS",
+        "var fits = not gates or call.K % H_COLUMNS == 0",
+        "var fits = not gates or call.K > H_COLUMNS",
         GRADIENT_PLANS,
     ),
     Mutation(

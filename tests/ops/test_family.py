@@ -13,6 +13,7 @@ from family import PLAIN
 from family_cases import CASES
 
 import fused_norm as fn
+from fused_norm.ops import node
 
 
 def _name(case: dict[str, Any]) -> str:
@@ -32,6 +33,18 @@ SOME = {
     "AdaLN": {"modulation": "batch", "gamma": "missing", "activation": "gelu"},
     "MLP": {"op": "norm_mlp", "activation": "geglu", "residual_out": True},
 }
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by_node", [True, False], ids=["node", "Python"])
+def test_an_mlp_may_do_without_an_activation(
+    by_node: bool, dtype: torch.dtype, recompute: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_node:
+        monkeypatch.setattr(node, "module", lambda: None)
+    case = PLAIN | {"op": "norm_mlp", "activation": None, "dtype": dtype, "recompute": recompute}
+    family.check(case, family.make_tensors(case, device))
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -12,7 +12,13 @@ from .few_rows.launch import launch_few_rows_of_parts
 from .launch_matrix import BAND, launch_matrix, launch_parts
 from .parts import HALVES, WHOLE, Matrices
 from .product import Product
-from .tiling import ACTIVATED_SHAPES, FEW_ROWS, SHAPES, activated_tiling
+from .tiling import (
+    ACTIVATED_SHAPES,
+    FEW_ROWS,
+    SHAPES,
+    activated_tiling,
+    differentiated_tiling,
+)
 
 
 def launch_activated[
@@ -117,11 +123,15 @@ def launch_gradients[
     """
     var product = Product(m, n, k, epilogue, NoHook())
     product.band = BAND
-    var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
+    comptime gates = E.gradients == 2
+    var columns = differentiated_tiling[dtype](
+        m, n, k, gates, gpu.processors
+    ).columns
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         comptime config = Config.of(
             width, b_transposed=True, ping_pong=True, loads_h=True
         )
-        if columns == width:
-            launch_matrix[dtype, config](gpu, c, a, b, product)
+        comptime if not gates or i == ACTIVATED_SHAPES[0]:
+            if columns == width:
+                launch_matrix[dtype, config](gpu, c, a, b, product)

@@ -1,6 +1,5 @@
 """The boxes of shared memory from which warps store a tile by TMA."""
 
-from std.utils import StaticTuple
 
 from ..epilogue import Epilogue
 from .barriers import warp_sync
@@ -97,21 +96,3 @@ struct Boxes[bytes: Int](TrivialRegisterPassable):
             if self.next == self.other + 2 * BOX_BYTES:
                 self.next = self.other
         return place
-
-    @always_inline
-    def take_several[
-        count: Int
-    ](mut self, lane: UInt32) -> StaticTuple[UInt32, count]:
-        """Takes the next places, of more than two, once the last stores from them have read them. Of what is stored
-        from them, the last place has to be the last one."""
-        comptime assert 2 < Self._count and count < Self._count
-        if lane == 0:
-            store_wait_read[Self._count - count]()
-        warp_sync()
-        var places = StaticTuple[UInt32, count]()
-        comptime for i in range(count):
-            places[i] = self.next
-            self.next += UInt32(Self.bytes)
-            if self.next == self.other + 2 * BOX_BYTES:
-                self.next = self.other
-        return places

@@ -311,12 +311,8 @@ def consume[
                     elements,
                 )
                 comptime if config.loads_h:
-                    store_gradients[c_dtype, columns, half](
-                        rows_of_tile,
-                        sums_of_half,
-                        h_rows,
-                        boxes,
-                        c_map,
+                    store_gradients[c_dtype, half](
+                        rows_of_tile, sums_of_half, h_rows, c_map
                     )
                 elif E.quantizes:
                     store_quantized[columns, config.parts](

@@ -8,14 +8,19 @@ from std.memory import OpaquePointer
 
 from ..epilogue import Epilogue
 from .barriers import mbarrier_expect_bytes, mbarrier_wait, warp_sync
-from .boxes import Boxes
-from .config import H_BOX_BYTES, H_BOXES, H_COLUMNS
+from .config import (
+    BOX_BYTES,
+    CONSUMER_WARPS,
+    H_BOX_BYTES,
+    H_BOXES,
+    H_COLUMNS,
+)
 from .elements import swizzle
 from .parts import part_of
 from .shared_memory import matrix_x4, unpack_pair
 from .store import TileRows
 from .sums import Sums
-from .tma import load_tile
+from .tma import load_tile, store_commit, store_wait_read
 
 comptime _WIDTH = 8
 """Elements of 16 columns that a lane has."""
@@ -146,6 +151,13 @@ struct HRows[columns: Int, parts: Int](TrivialRegisterPassable):
                 self._copy[next]()
 
     @always_inline
+    def result[i: Int](self) -> UInt32:
+        """Locates the box of a tile's i-th result, in front of the boxes of h of all warps."""
+        comptime assert H_BOXES * H_BOX_BYTES == 2 * BOX_BYTES
+        comptime before = CONSUMER_WARPS * H_BOXES * H_BOX_BYTES
+        return self.boxes - UInt32(before - i % H_BOXES * H_BOX_BYTES)
+
+    @always_inline
     def next_tile(mut self):
         """Counts the copies of a tile."""
         comptime if Self.count // H_BOXES % 2 == 1:
@@ -157,30 +169,33 @@ struct HRows[columns: Int, parts: Int](TrivialRegisterPassable):
 def store_gradients[
     S: Sums,
     E: Epilogue,
-    bytes: Int,
     width: Int,
     any: Bool,
     tile_columns: Int,
     parts: Int,
     //,
     dtype: DType,
-    columns: Int,
     half: Int,
 ](
     rows: TileRows[E, width, any],
     sums: S,
     h_rows: HRows[tile_columns, parts],
-    mut boxes: Boxes[bytes],
     c_maps: OpaquePointer[ImmUntrackedOrigin],
 ):
     """Makes and stores the gradients of the rows, and the activation if it is wanted."""
     comptime assert width == H_COLUMNS
+    comptime across = tile_columns // H_COLUMNS
+    # The activation, then the gradients.
     comptime outputs = 1 + parts
+    comptime assert 2 * across * outputs % H_BOXES == 0
     var n = h_rows.n
-    comptime for box in range(columns // H_COLUMNS):
+    comptime for box in range(across):
+        comptime first = (half * across + box) * outputs
         var column = rows.column + UInt32(box * H_COLUMNS)
-        # That of the activation first: if it is not stored, the last one that was is still the last one of the ring.
-        var places = boxes.take_several[outputs](rows.lane)
+        # Of the boxes before, those that are not used again may still be read. Each has a group of stores.
+        if rows.lane == 0:
+            store_wait_read[H_BOXES - outputs]()
+        warp_sync()
         h_rows.wait[half, box]()
         comptime for group in range(0, H_COLUMNS // 8, 2):
             comptime at = (box * H_COLUMNS + group * 8) // 2
@@ -192,15 +207,25 @@ def store_gradients[
             comptime if parts == 2:
                 up = h_rows.sixteen[dtype, half, box, 1, group]()
             var made = rows.epilogue.differentiated[_WIDTH](da, h, up)
-            rows.put_sixteen[dtype, group](places[0], made.a)
-            rows.put_sixteen[dtype, group](places[1], made.dh)
+            rows.put_sixteen[dtype, group](h_rows.result[first](), made.a)
+            rows.put_sixteen[dtype, group](h_rows.result[first + 1](), made.dh)
             comptime if parts == 2:
-                rows.put_sixteen[dtype, group](places[2], made.dup)
+                rows.put_sixteen[dtype, group](
+                    h_rows.result[first + 2](), made.dup
+                )
         h_rows.release[half, box]()
         if rows.epilogue.a() != 0:
-            rows.send[dtype](part_of(c_maps, 1), places[0], Int32(column))
-        # After the last of a gate's columns, its gradients would be in the other half.
-        if parts == 1 or column < n:
-            rows.send[dtype](c_maps, places[1], Int32(column))
-            comptime if parts == 2:
-                rows.send[dtype](c_maps, places[2], Int32(column) + Int32(n))
+            rows.send[dtype](
+                part_of(c_maps, 1), h_rows.result[first](), Int32(column)
+            )
+        elif rows.lane == 0:
+            store_commit()
+        # After the last of a gate's columns, its gradients would be in the other half: they go beyond that.
+        var to = column
+        comptime if parts == 2:
+            to += n if column >= n else 0
+        rows.send[dtype](c_maps, h_rows.result[first + 1](), Int32(to))
+        comptime if parts == 2:
+            rows.send[dtype](
+                c_maps, h_rows.result[first + 2](), Int32(column + n)
+            )

@@ -198,6 +198,33 @@ def activated_tiling[
     return best
 
 
+def differentiated_tiling[
+    dtype: DType
+](m: Int, n: Int, k: Int, gates: Bool, processors: Int) -> Tiling:
+    """Chooses the kernel of a product that becomes the gradient of an activation's input.
+
+    Parameters:
+        dtype: Type of the operands.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums.
+        gates: Whether there are two gradients of each sum.
+        processors: SMs of the device.
+
+    Returns:
+        The shape of `activated_tiling`; for a gate the narrower one, as the wider has no register for both.
+    """
+    var best = activated_tiling[dtype](m, n, k, processors)
+    if gates and best.columns != FEW_ROWS:
+        comptime first = ACTIVATED_SHAPES[0]
+        comptime config = Config.of(SHAPES[first].columns, ping_pong=True)
+        best.columns = config.columns
+        best.percent = percent_used(config, m, n, processors // config.cluster)
+    return best
+
+
 def block_scaled_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
     """Chooses the shape of a product whose sums of blocks have scales of their own.
 

@@ -8,14 +8,14 @@ The plans decline where PyTorch's product is faster, or where TMA cannot read th
 
 from ...call import Call
 from ...device import Gpu, Launcher
-from ...gemm.activation import GATED, GELU
+from ...gemm.activation import GATED, GELU, SmoothCurve
 from ...gemm.differentiated import Differentiated
 from ...gemm.epilogues import Plain
 from ...gemm.sm90.activated import launch_gradients
 from ...gemm.sm90.config import H_COLUMNS
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
-from ...gemm.sm90.tiling import FEW_ROWS, Tiling, activated_tiling
+from ...gemm.sm90.tiling import FEW_ROWS, Tiling, differentiated_tiling
 from ..plan import DECLINED, FUSED
 from .choice import has_kernels
 from .costs import Costs
@@ -50,11 +50,12 @@ def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
         return False
     if call.activation != 0:
         # A pass over h is saved, as are writing and reading dx. Boxes of a gate's gradient end where its halves do.
-        var tiling = activated_tiling[dtype](
-            call.M, call.K, call.N, costs.processors
+        var gates = call.activation >= GATED
+        var tiling = differentiated_tiling[dtype](
+            call.M, call.K, call.N, gates, costs.processors
         )
         var kind = Int32(call.activation % GATED)
-        var fits = call.activation < GATED or call.K % H_COLUMNS == 0
+        var fits = not gates or call.K % H_COLUMNS == 0
         return (
             kind >= GELU
             and fits
@@ -126,7 +127,9 @@ def _launch_gradients[dtype: DType, gates: Bool](gpu: Gpu, call: Call) raises:
         call.K,
         call.N,
         Differentiated[gates](
-            Int64(call.h), Int64(call.a), Int32(call.activation % GATED)
+            Int64(call.h),
+            Int64(call.a),
+            SmoothCurve.of(call.activation % GATED),
         ),
     )
 

@@ -6,7 +6,6 @@ import ctypes
 
 import pytest
 import torch
-import torch.nn.functional as F
 from devices import ON_HOPPER
 from family import FUNCTIONS
 from kernel_harness import Guarded, address, error, extension
@@ -138,5 +137,5 @@ def test_it_follows_what_was_queued(gradients: tuple[Gradients, torch.dtype]) ->
     for _ in range(5):
         late = torch.zeros_like(h)
         torch.cuda.synchronize()
-        late.copy_(F.threshold(h, -1e9, 0.0))
+        late.copy_(h.float().cbrt().pow(3).to(dtype) * 0 + h)
         assert torch.equal(kernels.run(kind, dy, weight, late)[0], expected)
