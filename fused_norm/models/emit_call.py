@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from fused_norm.functional import norm_linear, norm_mlp
-from fused_norm.models.calls import FusedCall
+from fused_norm.models.calls import FusedCall, Left
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
 from fused_norm.models.layouts import fitted
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
-from fused_norm.models.values import is_single, shape, value
+from fused_norm.models.values import dtype, is_single, shape, value
 from fused_norm.models.views import inverse
 from fused_norm.norms import LAYER_NORM
+from fused_norm.ops.autocast import cast, dtype_of_products
 
 
 def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
@@ -70,6 +72,10 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
             scale = again(view, scale)
         options |= {"scale": scale, "shift": reading.modulation.shift}
     products = reading.products if activated is None else activated.products
+    with emitter.flow.autocast(norm.anchor):
+        to = dtype_of_products(value(x))
+    _require_taken(norm.anchor, to)
+    _require_one_dtype(value(x), call.products(), to)
     weight: Any = [upright(product) for product in products]
     bias: Any = [product.bias for product in products]
     if activated is not None and activated.is_swapped:
@@ -125,12 +131,13 @@ def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
         gamma = emit(torch.broadcast_to, gamma, (features,))
     if is_single(beta):
         beta = emit(torch.broadcast_to, beta, (features,))
+    gamma, beta = _of_one_dtype(gamma, beta, dtype(norm.x), emit)
     # With the model's constants, sqrt(K) / sqrt(K) is one except for the last bits.
     if abs(norm.factor - 1.0) < 1e-12:
         return gamma, beta, norm.offset
     if gamma is None:
-        dtype = torch.promote_types(value(norm.x).dtype, torch.float32)
-        gamma = emit(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=dtype)
+        wide = torch.promote_types(dtype(norm.x), torch.float32)
+        gamma = emit(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=wide)
     else:
         # Rounded once, like the norm.
         if value(gamma).itemsize < 4:
@@ -139,3 +146,60 @@ def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
     if beta is not None and value(beta).itemsize < value(gamma).itemsize:
         beta = emit(torch.Tensor.float, beta)
     return gamma, beta, norm.offset * norm.factor
+
+
+def _of_one_dtype(
+    gamma: Any, beta: Any, rows: torch.dtype, emit: Callable[..., Node]
+) -> tuple[Any, Any]:
+    """Return gamma and beta in the dtype of the rows, or both in float32 for narrower rows.
+
+    Neither PyTorch's norms nor the kernels take other dtypes. What this rounds, the model rounds
+    as well: it computes nothing wider than float32, or than the rows.
+    """
+    given = {dtype(v) for v in (gamma, beta) if v is not None}
+    wanted = rows if given <= {rows} else torch.promote_types(rows, torch.float32)
+    gamma, beta = (
+        v if v is None or dtype(v) is wanted else emit("to", v, wanted) for v in (gamma, beta)
+    )
+    return gamma, beta
+
+
+def _require_taken(norm: Node, to: torch.dtype | None) -> None:
+    """Refuse gamma and beta that PyTorch's op does not take: the model's error stays.
+
+    Args:
+        norm: The node of a norm.
+        to: The dtype to which autocast casts rows of products, None without autocast.
+
+    Raises:
+        Left: If the op would raise an error.
+    """
+    f = form(norm)
+    # On GPUs, autocast casts all of them to float32.
+    if f.kind not in ("layer_norm", "group_norm") or (to and value(f["input"]).is_cuda):
+        return
+    rows = dtype(f["input"])
+    given = {dtype(v) for v in (f["weight"], f["bias"]) if v is not None} or {rows}
+    if given not in ({rows}, {torch.promote_types(rows, torch.float32)}):
+        words = ", ".join(sorted(map(str, given)))
+        raise Left(f"its rows are {rows}, and PyTorch's norm takes no parameters of {words}")
+
+
+def _require_one_dtype(x: Tensor, products: Sequence[Product], to: torch.dtype | None) -> None:
+    """Refuse rows and layers of different dtypes, which only fake tensors multiply.
+
+    Args:
+        x: The input of the norm.
+        products: The layers of a call.
+        to: The dtype to which autocast casts them and their rows, None without autocast.
+
+    Raises:
+        Left: If PyTorch's ops or the kernels would raise an error.
+    """
+    given = [
+        value(v) for p in products if p.recipe is None for v in (p.weight, p.bias) if v is not None
+    ]
+    rows, *others = (x, *given) if to is None else cast(to, x, *given)
+    for other in others:
+        if other.dtype is not rows.dtype:
+            raise Left(f"its rows are {x.dtype}, and a layer's parameters {other.dtype}")

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from fused_norm.call.memory import own_eps
@@ -96,7 +97,13 @@ def find_norm(node: Node) -> Norm | None:
         return None
     _take_in_affine(norm)
     _take_in_casts(norm)
+    if dtype(norm.x) is not torch.float64 and any(map(_is_wide, norm.inner)):
+        norm.unlike = f"computed in torch.float64, and its rows are {dtype(norm.x)}"
     return norm
+
+
+def _is_wide(node: Node) -> bool:
+    return is_tensor(node) and dtype(node) is torch.float64
 
 
 def candidates(graph: Graph) -> list[Node]:
@@ -115,8 +122,9 @@ def _called(node: Node) -> Norm | None:
     exact = own_eps(dtype(f["input"])) if eps is None else number(eps)
     if exact is None:
         return None
-    norm = Norm(f.kind, f["input"], exact, node, node, {node}, beta=f["bias"])
-    norm.is_rounded = is_narrowed(f["weight"])
+    # The kernels read gamma and beta of one dtype: the casts of both are left out.
+    norm = Norm(f.kind, f["input"], exact, node, node, {node}, beta=above(f["bias"]))
+    norm.is_rounded = is_narrowed(f["weight"]) or is_narrowed(f["bias"])
     if f["weight"] is not None:
         norm.gamma, norm.offset = _gamma(f["weight"], features[0]) or (f["weight"], 0.0)
     return norm

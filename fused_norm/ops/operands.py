@@ -53,7 +53,7 @@ def as_kernels_need(spec: Spec, t: Operands) -> Operands | None:
             # Under autocast a norm's own result is wider than the product's input.
             return None
     dtype = weights[0].dtype
-    if not x.dim() or not (x.dtype is dtype or (cast is not None and x.dtype is torch.float32)):
+    if not x.dim() or not (x.dtype is dtype or (cast is dtype and x.dtype is torch.float32)):
         return None
     K = x.shape[-1]
     if K > LONGEST_ROW or not serves_now(x, dtype):

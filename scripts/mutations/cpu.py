@@ -26,6 +26,7 @@ PASSED_SUMS = ("tests/ops/test_passed_sums.py",)
 PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before or twice or rows")
 OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
 GRADIENT_PLANS = ("tests/chain/test_linear_plans.py", "-k", "test_plan")
+DTYPES = ("tests/models/test_dtypes.py", "-k", "mix and 3-eager or refuses")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -555,5 +556,37 @@ MUTATIONS = (
         "kind >= GELU\n",
         "kind > 0\n",
         GRADIENT_PLANS,
+    ),
+    Mutation(
+        "gamma and beta of two dtypes in a call of the pass",
+        "cpu",
+        "fused_norm/models/emit_call.py",
+        "wanted = rows if given <= {rows} else",
+        "wanted = rows if rows in given else",
+        DTYPES,
+    ),
+    Mutation(
+        "rows and layers of two dtypes in a call of the pass",
+        "cpu",
+        "fused_norm/models/emit_call.py",
+        "if other.dtype is not rows.dtype:",
+        "if other.itemsize < rows.itemsize:",
+        DTYPES,
+    ),
+    Mutation(
+        "gamma that PyTorch refuses in a call of the pass",
+        "cpu",
+        "fused_norm/models/emit_call.py",
+        "if given not in (",
+        "if given is None and given not in (",
+        DTYPES,
+    ),
+    Mutation(
+        "norm in float64 by a call in float32",
+        "cpu",
+        "fused_norm/models/norms.py",
+        "and any(map(_is_wide, norm.inner))",
+        "and all(map(_is_wide, norm.inner))",
+        DTYPES,
     ),
 )
