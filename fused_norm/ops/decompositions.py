@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, reference
+from fused_norm.ops.followed import follow, refuse
 from fused_norm.ops.linear_add import linear_add_by_pytorch
 from fused_norm.ops.norm_linear_ops import unpacked
+from fused_norm.ops.rotary import both_by_pytorch, rotated_by_pytorch
 from fused_norm.ops.statistics import add_by_pytorch, rows_by_pytorch
 from fused_norm.ops.validation import by_pytorch_widened
 
@@ -41,9 +43,18 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "norm_linear_forward": _norm_linear,
     "add_statistics": add_by_pytorch,
     "row_statistics": rows_by_pytorch,
+    "rotary": rotated_by_pytorch,
+    "rotary_of_both": both_by_pytorch,
     "linear_add": linear_add_by_pytorch,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),
     "composed_norm": _row_op(reference.norm),
     "composed_div": _row_op(reference.div),
 }
+for _name, _formula in _FORMULAS.items():
+    follow(_name, _formula)
+for _name in (
+    *("linear_cross_entropy", "fp8_norm", "fp8_linear", "fp8_linears", "fp8_layers"),
+    *("fp8_hidden", "fp8_gated_mlp", "fp8_quantize"),
+):
+    refuse(_name)

@@ -20,7 +20,7 @@ from fused_norm.ops.hidden_scale import has_bound
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
-from fused_norm.ops.registration import is_compiling
+from fused_norm.ops.registration import is_compiling, is_exporting
 from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.ops.scaled_hidden import gated_mlp
 from fused_norm.ops.scaled_hidden import hidden as hidden_rows
@@ -250,8 +250,8 @@ def _multiplied(
         follows = residual.requires_grad and torch.is_grad_enabled()
         # A quantized weight has no gradient, and neither has what its product adds.
         added = None if are_quantized and follows else residual
-    if are_quantized:
-        ys = linears(z, ws, bs, recipes.find(recipe), power_of_two, added)
+    if are_quantized or is_exporting():
+        ys = linears(z, ws, bs, recipes.find(recipe), power_of_two, added, activation)
     else:
         how = (recipe, power_of_two, torch.is_grad_enabled(), activation, added)
         ys = list(ScaledLinears.apply(z, *how, *ws, *bs))

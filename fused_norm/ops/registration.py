@@ -1,7 +1,8 @@
 """Registers ops with PyTorch, and calls them at minimal cost.
 
-The registered ops are functional and have no gradients; a `torch.autograd.Function` ties a forward
-and a backward together. A call crosses PyTorch's dispatcher once; below it only kernels run.
+The registered ops are functional; a `torch.autograd.Function` ties a forward and a backward
+together. Those that exported programs hold also have gradients of their own (`followed.py`).
+A call crosses PyTorch's dispatcher once; below it only kernels run.
 """
 
 from __future__ import annotations
@@ -149,13 +150,42 @@ def _define(schema: str, fake: Callable[..., Any] | None, rows: int) -> None:
         torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
 
 
+def register_followed(name: str, followed: Callable[..., Any]) -> None:
+    """Register what an op does where autograd would follow it, as in exported programs.
+
+    Args:
+        name: The op's name.
+        followed: Returns the results, several in a tuple, with gradients, from a function that
+            computes the op where autograd does not look, and its arguments.
+    """
+    overload = getattr(torch.ops.fused_norm, name).default
+    # Of schemas with `Tensor[]`; those with several results return a tuple.
+    is_list = len(overload._schema.returns) == 1
+
+    def below(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*arguments)
+
+    def run(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            results = followed(below, arguments)
+            return list(results) if is_list and isinstance(results, tuple) else results
+        return below(*arguments)
+
+    _library.impl(name, run, "Autograd")
+
+
 def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         if is_compiling():
             return overload(*arguments)
         tell_counters()
         try:
-            return overload(*arguments)
+            if is_watched():
+                return overload(*arguments)
+            # An autograd function has the gradients; those of the op itself are in Python.
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*arguments)
         except RuntimeError as error:
             # The stable ABI cannot pass on PyTorch's exception types.
             if type(error) is RuntimeError and "out of memory" in str(error):
@@ -194,6 +224,9 @@ def differentiable(function: type[torch.autograd.Function], count: int = 1) -> C
     eager = super(torch.autograd.Function, Eager).apply
 
     def apply(*arguments: Any) -> Any:
+        if is_exporting():
+            # Dynamo's programs hold the forward without gradients; an op itself has them.
+            return function.forward(*arguments)[which]
         if is_watched():
             return function.apply(*arguments)[which]
         return eager(*arguments)

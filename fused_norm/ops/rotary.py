@@ -54,6 +54,17 @@ def rotated_both(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _forward(*one), _forward(*other)
 
 
+def rotated_by_pytorch(*arguments: Any) -> Tensor:
+    """Return the result of the op with PyTorch's ops."""
+    t, rotation = Heads(*arguments[:_COUNT]), Rotation(*arguments[_COUNT:])
+    return formulas.by_pytorch(t, rotation).contiguous()
+
+
+def both_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return both results of the op on two tensors with PyTorch's ops."""
+    return tuple(rotated_by_pytorch(*each) for each in _of_each(arguments))
+
+
 def _of_each(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Return the arguments of the calls on each of two tensors."""
     shared = arguments[_COUNT_OF_BOTH - 2 :]

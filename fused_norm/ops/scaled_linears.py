@@ -96,8 +96,9 @@ def linears(
     recipe: Recipe,
     power_of_two: bool,
     residual: Tensor | None = None,
+    activation: str = "",
 ) -> list[Tensor]:
-    """Return z W^T + b, `[..., N]` in the dtype of the weight, for each weight.
+    """Return what `ScaledLinears` does, by ops alone, without gradients.
 
     Args:
         z: Of shape `[..., K]`.
@@ -106,9 +107,10 @@ def linears(
         recipe: The FP8 recipe.
         power_of_two: Whether scales are rounded up to powers of two.
         residual: What is added to the result of the only weight, in its shape and dtype, or None.
+        activation: What is applied to the results, or `""`.
     """
     nothing = (False, False, False)
-    return _linears(z, weights, biases, recipe, power_of_two, "", *nothing, residual)[0]
+    return _linears(z, weights, biases, recipe, power_of_two, activation, *nothing, residual)[0]
 
 
 def _linears(

@@ -27,6 +27,7 @@ PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before 
 OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
 GRADIENT_PLANS = ("tests/chain/test_linear_plans.py", "-k", "test_plan")
 DTYPES = ("tests/models/test_dtypes.py", "-k", "mix and 3-eager or refuses")
+PROGRAMS = ("tests/ops/test_export.py", "-k", "trained")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -588,5 +589,21 @@ MUTATIONS = (
         "and any(map(_is_wide, norm.inner))",
         "and all(map(_is_wide, norm.inner))",
         DTYPES,
+    ),
+    Mutation(
+        "an op of a program passes no gradient on",
+        "cpu",
+        "fused_norm/ops/registration.py",
+        "results = followed(below, arguments)",
+        "results = below(*arguments)",
+        PROGRAMS,
+    ),
+    Mutation(
+        "a program holds a forward without gradients",
+        "cpu",
+        "fused_norm/ops/registration.py",
+        "        if is_exporting():\n            # Dynamo's",
+        "        if False:\n            # Dynamo's",
+        PROGRAMS,
     ),
 )

@@ -85,6 +85,122 @@ def test_programs_hold_what_inference_takes() -> None:
     torch.testing.assert_close(program.module()(x), model(x))
 
 
+class OneBias(nn.Module):
+    """Two layers, of which one has a bias, and an output that nothing may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers, norm = [self.q, self.k], self.norm
+        (q, k), _ = fn.norm_linear(
+            x,
+            [layer.weight for layer in layers],
+            [layer.bias for layer in layers],
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
+            residual=x.sin(),
+            return_sum=True,
+        )
+        return q * k
+
+
+def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    """Return what a step of training makes, and the second derivative along it."""
+    module.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    found = {name: p.grad for name, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": dx.detach(), "x": x.grad, **found}
+
+
+class Heads(nn.Module):
+    """Rotations of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gamma = nn.Linear(8, 12, bias=False), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotary = torch.linspace(0, 1, 12).to(x).view(3, 4).cos(), x[:, :4].detach()
+        weights = list(self.layer.weight.split(4))
+        norms = {"q_norm": self.gamma, "k_norm": self.gamma}
+        q, k, v = fn.norm_qkv(x, weights, head_dim=4, rotary=rotary, **norms)
+        return torch.cat([q, k, v]).flatten(1)
+
+
+@pytest.mark.filterwarnings("error:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Model, Rows, OneBias, Heads])
+def test_programs_can_be_trained(kind: type[nn.Module], strict: bool) -> None:
+    """Regression: our ops in a program passed no gradient on, with a warning only."""
+    torch.manual_seed(0)
+    model = kind().double()
+    x = X.double()
+    program = torch.export.export(model, (x,), strict=strict)
+    assert any(op.startswith("fused_norm.") for op in ops(program))
+    own = gradients(model, x)
+    found = gradients(program.module(), x)
+    assert found.keys() == own.keys()
+    for name, gradient in own.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+class Loss(nn.Module):
+    """A loss whose op has no gradients where only the op is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.arange(3)
+        return fn.linear_cross_entropy(x, self.layer.weight, target) + x.sum()
+
+
+class In8Bits(Loss):
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight = x.repeat(1, 2), self.layer.weight.repeat(1, 2)
+        return fn.norm_linear(rows, weight, recipe="rowwise").sum() + x.sum()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Loss, In8Bits])
+def test_programs_say_what_cannot_be_trained(kind: type[nn.Module], strict: bool) -> None:
+    """Regression: the gradient was that of the sum of x alone."""
+    model = kind()
+    module = torch.export.export(model, (X,), strict=strict).module()
+    y = module(X)
+    torch.testing.assert_close(y, model(X))
+    with pytest.raises(RuntimeError, match="has no gradients in an exported program"):
+        y.backward()
+
+
+def test_compiled_programs_can_be_trained() -> None:
+    torch.manual_seed(0)
+    model = OneBias()
+    module = torch.export.export(model, (X,)).module()
+    compiled = torch.compile(module, backend="aot_eager")
+    for each in (compiled, model):
+        each(X).square().sum().backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad, model.get_parameter(name).grad, msg=name)
+
+
+def test_programs_under_transforms() -> None:
+    model = OneBias().double()
+    module = torch.export.export(model, (X.double(),)).module()
+    found, own = (
+        torch.func.jacrev(lambda x, each=each: each(x).sum(0))(X.double())
+        for each in (module, model)
+    )
+    torch.testing.assert_close(found, own)
+
+
 def test_decompositions_reach_the_ops_of_pytorch(tmp_path: Path) -> None:
     model, program = exported()
     program = program.run_decompositions(fn.decompositions())
