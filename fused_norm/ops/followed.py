@@ -1,7 +1,7 @@
 """Gradients of the ops that exported programs hold: those of PyTorch's ops that compute the same.
 
 Elsewhere an autograd function ties an op to its backward, and autograd does not see the op itself.
-A program holds the op alone, and may be trained all the same.
+A program holds the op alone, and may be trained.
 """
 
 from __future__ import annotations

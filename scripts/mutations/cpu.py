@@ -562,8 +562,8 @@ MUTATIONS = (
         "gamma and beta of two dtypes in a call of the pass",
         "cpu",
         "fused_norm/models/emit_call.py",
-        "wanted = rows if given <= {rows} else",
-        "wanted = rows if rows in given else",
+        "dtype(v) is wanted else emit(",
+        "dtype(v).is_floating_point else emit(",
         DTYPES,
     ),
     Mutation(
@@ -571,7 +571,7 @@ MUTATIONS = (
         "cpu",
         "fused_norm/models/emit_call.py",
         "if other.dtype is not rows.dtype:",
-        "if other.itemsize < rows.itemsize:",
+        "if other.itemsize > rows.itemsize:",
         DTYPES,
     ),
     Mutation(

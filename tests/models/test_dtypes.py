@@ -164,7 +164,7 @@ WIDENED = "z = F.layer_norm(x, (K,), g.float(), b.float())"
 LLAMA = """h = x.float()
     z = g * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)"""
 IN_DOUBLE = "z = F.layer_norm(x.double(), (K,), g.double(), b.double()).float()"
-BEFORE_DOUBLE = "z = F.rms_norm(x, (K,), g, 1e-6).double()"
+NARROWED = "z = F.rms_norm(x, (K,), g, 1e-6).bfloat16()"
 MIXES = {
     "casts of gamma and beta": (CASTS, "bfloat16", {}, ""),
     "rounded gamma": (ROUNDED, "bfloat16", {"g": "float32"}, ""),
@@ -172,11 +172,11 @@ MIXES = {
     "float64 gamma": (WIDENED, "bfloat16", {"g": "float64"}, ""),
     "LLaMA in float64": (LLAMA, "float64", {}, "computed in torch.float64"),
     "norm in float64": (IN_DOUBLE, "float32", {}, "computed in torch.float64"),
-    "wider layers": (
-        BEFORE_DOUBLE,
+    "narrower layers": (
+        NARROWED,
         "float32",
-        dict.fromkeys("wao", "float64"),
-        "its rows are torch.float32",
+        dict.fromkeys("wao", "bfloat16"),
+        "its rows are torch.float32, and a layer's parameters torch.bfloat16",
     ),
 }
 TAILS = ["F.linear(z, w, a)", "F.linear(F.gelu(F.linear(z, w, a)), o, a) + x.to(w.dtype)"]
