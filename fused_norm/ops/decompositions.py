@@ -12,6 +12,7 @@ from fused_norm import composition, reference
 from fused_norm.ops.followed import follow, refuse
 from fused_norm.ops.linear_add import linear_add_by_pytorch
 from fused_norm.ops.norm_linear_ops import unpacked
+from fused_norm.ops.registration import when_exporting
 from fused_norm.ops.rotary import both_by_pytorch, rotated_by_pytorch
 from fused_norm.ops.statistics import add_by_pytorch, rows_by_pytorch
 from fused_norm.ops.validation import by_pytorch_widened
@@ -51,10 +52,17 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "composed_norm": _row_op(reference.norm),
     "composed_div": _row_op(reference.div),
 }
-for _name, _formula in _FORMULAS.items():
-    follow(_name, _formula)
-for _name in (
-    *("linear_cross_entropy", "fp8_norm", "fp8_linear", "fp8_linears", "fp8_layers"),
-    *("fp8_hidden", "fp8_gated_mlp", "fp8_quantize"),
-):
-    refuse(_name)
+
+
+def _follow() -> None:
+    for name, formula in _FORMULAS.items():
+        follow(name, formula)
+    for name in (
+        *("linear_cross_entropy", "fp8_norm", "fp8_linear", "fp8_linears", "fp8_layers"),
+        *("fp8_hidden", "fp8_gated_mlp", "fp8_quantize"),
+    ):
+        refuse(name)
+
+
+# A function of Python between the dispatcher and an op takes as long as a small call.
+when_exporting(_follow)

@@ -7,6 +7,7 @@ A call crosses PyTorch's dispatcher once; below it only kernels run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,11 +142,35 @@ def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_when_exporting: list[Callable[[], None]] = []
+
+
+def when_exporting(run: Callable[[], None]) -> None:
+    """Have a function called once, before the first op of an exported program is traced.
+
+    Args:
+        run: Registers what only such programs need, and other calls would pay for.
+    """
+    _when_exporting.append(run)
+
+
+def _exported(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fake of an op that notices exports."""
+
+    @functools.wraps(fake)
+    def traced(*arguments: Any) -> Any:
+        while _when_exporting and is_exporting():
+            _when_exporting.pop()()
+        return fake(*arguments)
+
+    return traced
+
+
 def _define(schema: str, fake: Callable[..., Any] | None, rows: int) -> None:
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if fake is not None:
-        torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
+        torch.library.register_fake(f"fused_norm::{name}", _exported(fake), lib=_library)
     if fake is not None and "!" not in schema:
         torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
 
@@ -173,6 +198,8 @@ def register_followed(name: str, followed: Callable[..., Any]) -> None:
         return below(*arguments)
 
     _library.impl(name, run, "Autograd")
+    # Tracers look an op's kernels up once.
+    overload._dispatch_cache.clear()
 
 
 def _called(overload: Callable[..., Any]) -> Callable[..., Any]:

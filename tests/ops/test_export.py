@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -178,6 +179,25 @@ def test_programs_say_what_cannot_be_trained(kind: type[nn.Module], strict: bool
     torch.testing.assert_close(y, model(X))
     with pytest.raises(RuntimeError, match="has no gradients in an exported program"):
         y.backward()
+
+
+def test_only_exports_have_autograd_see_ops() -> None:
+    """A function of Python for it takes as long as a small call."""
+    code = """
+import torch, fused_norm as fn
+def is_seen():
+    name = "fused_norm::norm_linear_forward"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return fn.norm_linear(x, x)
+x = torch.randn(4, 4)
+torch.compile(Model(), backend="aot_eager")(x)
+assert not is_seen()
+torch.export.export(Model(), (x,))
+assert is_seen()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_compiled_programs_can_be_trained() -> None:
