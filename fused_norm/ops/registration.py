@@ -208,11 +208,7 @@ def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
             return overload(*arguments)
         tell_counters()
         try:
-            if is_watched():
-                return overload(*arguments)
-            # An autograd function has the gradients; those of the op itself are in Python.
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*arguments)
+            return overload(*arguments)
         except RuntimeError as error:
             # The stable ABI cannot pass on PyTorch's exception types.
             if type(error) is RuntimeError and "out of memory" in str(error):
