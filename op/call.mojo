@@ -97,6 +97,8 @@ struct Call(ImplicitlyCopyable, Movable):
     """Modulation z (1 + scale) + shift [groups, K], in the type of x."""
     var shift: Int
     """The other half of it [groups, K]."""
+    var group_pitch: Int
+    """Elements from the scale or the shift of one group to the next; 0 for K."""
     var dscale: Int
     """Gradient of the scale [groups, K]."""
     var dshift: Int
@@ -207,6 +209,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.groups = 0
         self.scale = 0
         self.shift = 0
+        self.group_pitch = 0
         self.dscale = 0
         self.dshift = 0
         self.activation = 0
@@ -244,6 +247,10 @@ struct Call(ImplicitlyCopyable, Movable):
         self.fold_weight = 0
         self.fold_sums = 0
         self.fold_constants = 0
+
+    def modulation_pitch(self) -> Int:
+        """Returns the elements from the scale or the shift of one group to the next."""
+        return self.group_pitch if self.group_pitch != 0 else self.K
 
 
 comptime CallPointer = Pointer[Call, MutUntrackedOrigin]

@@ -22,7 +22,9 @@ struct Call {
   int64_t has_statistics;
   void *residual, *sum, *dsum;
   int64_t groups;
-  void *scale, *shift, *dscale, *dshift;
+  void *scale, *shift;
+  int64_t group_pitch;
+  void *dscale, *dshift;
   int64_t activation;
   void *h, *a, *da, *dh;
   Part* parts;

@@ -67,7 +67,17 @@ inline Tensor as_matrix(const Tensor& weight) {
   return !weight.defined() || weight.dim() != 2 || is_matrix(weight) ? weight : dense(weight);
 }
 
-// The tensors, dense except for transposed weights, which products take.
+// Makes a modulation dense, unless kernels take it as it is.
+inline void make_readable(Operands& t) {
+  Tensor &scale = t.flat[SCALE], &shift = t.flat[SHIFT];
+  const auto pitch = [](const Tensor& v) { return v.defined() ? pitch_of(v) : 0; };
+  const bool is_alike = !scale.defined() || !shift.defined() || pitch(scale) == pitch(shift);
+  for (Tensor* const v : {&scale, &shift}) {
+    if (v->defined() && (!is_alike || !pitch(*v))) *v = dense(*v);
+  }
+}
+
+// The tensors, dense except for transposed weights, which products take, and parts of rows that modulate.
 inline Operands operands_of(TENSORS) {
   if (weights.size() != biases.size()) {
     throw std::runtime_error("fused_norm: as many biases as weights are needed, None for none");
@@ -77,8 +87,10 @@ inline Operands operands_of(TENSORS) {
                             out_bias, out_residual};
   for (size_t place = 0; place < NAMED; ++place) {
     const auto tensor = tensor_of(named[place]);
-    t.flat[place] = place == OUT_WEIGHT ? as_matrix(tensor) : dense(tensor);
+    const bool is_modulation = place == SCALE || place == SHIFT;
+    t.flat[place] = place == OUT_WEIGHT ? as_matrix(tensor) : is_modulation ? tensor : dense(tensor);
   }
+  make_readable(t);
   for (size_t i = 0; i < weights.size(); ++i) {
     t.flat[NAMED + i] = as_matrix(tensor_of(weights[i]));
     t.flat[NAMED + weights.size() + i] = dense(tensor_of(biases[i]));

@@ -46,7 +46,8 @@ inline Tensor linear_by_kernel(
 inline Tensor aligned(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_contiguous()) {
-    const bool is_aligned = tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+    const bool is_aligned =
+        tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.data()) % ALIGNMENT == 0;
     return is_aligned ? tensor : cloned(tensor);
   }
   return dense(tensor);

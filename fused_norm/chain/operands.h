@@ -68,9 +68,9 @@ struct Operands {
 };
 
 // Rows, features, all outputs of the first product, and groups of rows that each have their own
-// modulation.
+// modulation, whose vectors begin as many elements from each other.
 struct Extent {
-  int64_t M, K, N, groups;
+  int64_t M, K, N, groups, pitch;
 };
 
 // How many groups of consecutive rows share a modulation: 0 if it has another form.
@@ -85,6 +85,31 @@ inline int64_t groups_of(const Tensor& modulation, const Tensor& x) {
     groups *= x.size(i);
   }
   return groups;
+}
+
+// Kernels on a GPU load as many bytes at once, from multiples of that.
+constexpr int64_t ALIGNMENT = 16;
+
+// Elements from the vector of one group of rows to the next; 0 for a layout that kernels do not take.
+inline int64_t pitch_of(const Tensor& modulation) {
+  if (!modulation.dim()) return 0;
+  const auto sizes = modulation.sizes(), strides = modulation.strides();
+  const int64_t last = modulation.dim() - 1, K = sizes[last];
+  if (modulation.is_contiguous()) return K;
+  if (strides[last] != 1 && K > 1) return 0;
+  // Of the innermost dimension of several vectors, and what the next one out has to have.
+  int64_t pitch = 0, next = 0;
+  for (int64_t i = last; i-- > 0;) {
+    if (sizes[i] == 1) continue;
+    if (pitch && strides[i] != next) return 0;
+    if (!pitch) pitch = strides[i];
+    next = strides[i] * sizes[i];
+  }
+  const int64_t bytes = modulation.element_size();
+  const bool is_aligned = pitch * bytes % ALIGNMENT == 0 &&
+      reinterpret_cast<uintptr_t>(modulation.data()) % ALIGNMENT == 0;
+  const bool fits = pitch > 0 && pitch <= LONGEST_ROW;
+  return fits && (is_aligned || K * bytes % ALIGNMENT != 0) ? pitch : 0;
 }
 
 // Whether there are kernels for rows of a dtype, with a norm's parameters and products in the same
@@ -127,7 +152,7 @@ inline std::optional<Extent> extent_of(const Spec& spec, const Operands& t) {
   const auto may_fit = [&](const Tensor& v, Sizes sizes, DType wanted) {
     return !v.defined() || fits(v, sizes, wanted);
   };
-  Extent extent{0, shape.back(), 0, 0};
+  Extent extent{0, shape.back(), 0, 0, 0};
   const int64_t K = extent.K;
   extent.M = x.numel() / K;
   if (K > LONGEST_ROW || !fits(x, shape, dtype) || !has_kernel(x, norm, product)) {
@@ -140,10 +165,12 @@ inline std::optional<Extent> extent_of(const Spec& spec, const Operands& t) {
     if (o.form == Form::FEATURES && !fits(v, Shape{K}, norm)) return std::nullopt;
     if (o.form == Form::STATISTICS && !fits(v, rows, statistics_dtype(dtype))) return std::nullopt;
     if (o.form != Form::GROUPS) continue;
-    const auto groups = groups_of(v, x);
-    const bool is_alike = !extent.groups || extent.groups == groups;
+    const auto groups = groups_of(v, x), pitch = pitch_of(v);
+    const bool is_alike =
+        !extent.groups || (extent.groups == groups && extent.pitch == pitch);
     extent.groups = groups;
-    if (!fits(v, v.sizes(), dtype) || !is_alike || !groups || groups > MOST_GROUPS) {
+    extent.pitch = pitch;
+    if (!is_here(v, dtype) || !is_alike || !groups || groups > MOST_GROUPS || !pitch) {
       return std::nullopt;
     }
   }
@@ -186,6 +213,7 @@ inline Call norm_call(const Spec& spec, const Operands& t, const Extent& extent,
   call.normalization = spec.normalization;
   call.weight_offset = spec.weight_offset;
   call.groups = extent.groups;
+  call.group_pitch = extent.pitch;
   call.invariant = spec.invariant;
   if (t.is_narrow()) {
     call.narrow = t.product_dtype() == BFLOAT16 ? 1 : 2;

@@ -14,6 +14,7 @@ from op.entry import add_pass, from_c
 from op.norm_linear.sm90.block_scaled_linear import block_scaled_linear
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
 from op.passes.maxima import run_maxima
+from op.passes.modulation import has_wide_features
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_blocks import (
     run_quantize_squares,
@@ -35,7 +36,7 @@ def _linears(call: CallPointer) raises:
 
 def _normalize(call: CallPointer) raises:
     ref gpu = Launcher.at(call[].context)[].gpu
-    if call[].norm_is_float32 != 0 or call[].groups != 0:
+    if has_wide_features(call[]):
         run_normalize_quantized[DType.bfloat16, DType.float32](gpu, call[])
     else:
         run_normalize_quantized[DType.bfloat16, DType.bfloat16](gpu, call[])

@@ -12,6 +12,7 @@ from ..passes.activate import (
     run_activate_backward,
 )
 from ..passes.cpu import CpuRunner
+from ..passes.modulation import has_wide_features
 from ..passes.normalize import normalize_bytes
 from ..passes.normalize_backward import workspace
 from ..passes.passes import normalize, normalize_backward_of
@@ -179,8 +180,7 @@ def _normalize_backward[
         call, workspace[dtype, dtype](runner, call).bytes, ctx
     )
     comptime accum = accumulator[dtype]()
-    # with a modulation, features have the type of sums
-    if dtype != accum and (call.norm_is_float32 | call.groups) != 0:
+    if dtype != accum and has_wide_features(call):
         normalize_backward_of[dtype, accum, dtype](runner, placed)
     else:
         normalize_backward_of[dtype, dtype, dtype](runner, placed)

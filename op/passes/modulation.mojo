@@ -30,6 +30,8 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
     """The number of groups."""
     var length: Int32
     """The number of elements K."""
+    var pitch: Int32
+    """Elements from the scale or the shift of one group to the next."""
     var type: Int32
     """The type of scale and shift and of their gradients, a number of rows/types.mojo."""
     var norm_type: Int32
@@ -67,6 +69,7 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
         self.is_backward = is_backward
         self.groups = Int32(call.groups)
         self.length = Int32(call.K)
+        self.pitch = Int32(call.modulation_pitch())
         self.type = type
         self.norm_type = (
             code_of[Self.accum]() if call.norm_is_float32 != 0 else type
@@ -96,6 +99,7 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
         """
         comptime code = code_of[Self.accum]()
         var i = group * Int(self.length) + column
+        var given = group * Int(self.pitch) + column
         var g = Scalar[Self.accum](1)
         if self.gamma != 0:
             g = self.offset + load_as[Self.accum, space](
@@ -106,11 +110,11 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
             b = load_as[Self.accum, space](self.norm_type, self.beta, column)
         var factor = Scalar[Self.accum](1)
         if self.scale != 0:
-            factor += load_as[Self.accum, space](self.type, self.scale, i)
+            factor += load_as[Self.accum, space](self.type, self.scale, given)
         if not self.is_backward:
             var t = b * factor
             if self.shift != 0:
-                t += load_as[Self.accum, space](self.type, self.shift, i)
+                t += load_as[Self.accum, space](self.type, self.shift, given)
             store_as[space=space](code, self.G, i, g * factor)
             store_as[space=space](code, self.T, i, t)
             return
@@ -124,6 +128,31 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
         store_as[space=space](code, self.T, i, dT * factor)
 
 
+def is_folded(call: Call) -> Bool:
+    """Returns whether scale and shift have to be folded with gamma and beta.
+
+    Without these, passes read scale and shift in their place, and dG and dT are the gradients.
+
+    Args:
+        call: The tensors, and which gradients are wanted.
+    """
+    return (
+        call.groups != 0
+        and (call.gamma | call.beta | call.dgamma | call.dbeta) != 0
+    )
+
+
+def has_wide_features(call: Call) -> Bool:
+    """Returns whether what rows are multiplied by is of the type of sums, where x is narrower.
+
+    Args:
+        call: The tensors, and which gradients are wanted.
+    """
+    if call.groups != 0:
+        return is_folded(call)
+    return call.norm_is_float32 != 0
+
+
 def folded_bytes[accum: DType](call: Call) -> Int:
     """Returns the size of G and T, or of dG and dT.
 
@@ -134,6 +163,8 @@ def folded_bytes[accum: DType](call: Call) -> Int:
         call: Sizes.
 
     Returns:
-        The number of bytes, a multiple of 32; 0 if there is no modulation.
+        The number of bytes, a multiple of 32; 0 if nothing is folded.
     """
+    if not is_folded(call):
+        return 0
     return 2 * align_up(call.groups * call.K * size_of[accum](), 16)

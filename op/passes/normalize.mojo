@@ -4,7 +4,7 @@ from ..call import Call
 from ..rows.operands import Operands, accumulator
 from ..rows.programs.norm import RMS_NORM, NormForward, NormGiven
 from ..rows.types import code_of
-from .modulation import Modulation, folded_bytes
+from .modulation import Modulation, folded_bytes, is_folded
 from .runner import Runner
 
 
@@ -30,7 +30,8 @@ def run_normalize[
 
     Parameters:
         dtype: The type of x.
-        ftype: The type of the features: that of gamma and beta, or that of sums where there are groups.
+        ftype: The type of the features: that of gamma and beta, or of scale and shift, or that of sums where
+            `has_wide_features`.
         R: What runs it.
 
     Args:
@@ -62,7 +63,7 @@ def run_normalize[
 
 
 def fold_modulation[dtype: DType, R: Runner](runner: R, call: Call) raises:
-    """Folds scale and shift, where there are groups, to the start of the workspace.
+    """Folds scale and shift with gamma and beta, where there are both, to the start of the workspace.
 
     Parameters:
         dtype: The type of x.
@@ -75,7 +76,7 @@ def fold_modulation[dtype: DType, R: Runner](runner: R, call: Call) raises:
     Raises:
         If a launch fails.
     """
-    if call.groups != 0:
+    if is_folded(call):
         runner.modulate(_folded[dtype](call))
 
 
@@ -100,10 +101,16 @@ def affine_operands[dtype: DType](call: Call) -> Operands[accumulator[dtype]()]:
     rows.kind = Int32(call.normalization)
     rows.narrow = Int32(call.narrow)
     rows.absent[0] = 1
-    if call.groups != 0:
+    if is_folded(call):
         var folded = _folded[dtype](call)
         rows.features[0] = folded.G
         rows.features[1] = folded.T
+    elif call.groups != 0:
+        rows.features[0] = Int64(call.scale)
+        rows.features[1] = Int64(call.shift)
+        rows.feature_pitch = Int64(call.modulation_pitch())
+        if call.scale != 0:
+            rows.offset = 1
     else:
         rows.features[0] = Int64(call.gamma)
         rows.features[1] = Int64(call.beta)

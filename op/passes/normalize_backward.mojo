@@ -12,7 +12,7 @@ from ..rows.operands import Addresses, Operands, Sums, accumulator
 from ..rows.programs.column_sum import ColumnSum, Nothing
 from ..rows.programs.norm import NormBackward, NormGiven
 from ..rows.types import code_of
-from .modulation import Modulation, folded_bytes
+from .modulation import Modulation, folded_bytes, is_folded
 from .normalize import affine_operands, fold_modulation, set_saved
 from .runner import Runner
 
@@ -57,12 +57,7 @@ def workspace[
     comptime accum = accumulator[dtype]()
     var over_rows = (call.dgamma | call.dbeta | call.dscale | call.dshift) != 0
     var over_groups = (call.dgamma | call.dbeta) != 0
-    # without gamma and beta, dG and dT are themselves the gradients
-    var unfolds = (
-        call.groups != 0
-        and over_rows
-        and (call.gamma | call.beta | call.dgamma | call.dbeta) != 0
-    )
+    var unfolds = is_folded(call) and over_rows
     var partial = folded_bytes[accum](call)
     var gradients = partial
     if over_rows:
@@ -98,7 +93,7 @@ def run_normalize_backward[
 
     Parameters:
         dtype: The type of x.
-        ftype: The type of the features: that of gamma and beta, or that of sums where there are groups.
+        ftype: The type of the features, as for `run_normalize`.
         R: What runs it.
 
     Args:

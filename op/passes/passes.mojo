@@ -11,6 +11,7 @@ from .activate import (
     run_activate,
     run_activate_backward,
 )
+from .modulation import has_wide_features
 from .normalize import normalize_bytes, run_normalize
 from .normalize_backward import run_dbias, run_normalize_backward, workspace
 from .runner import Runner
@@ -26,11 +27,6 @@ def _product[dtype: DType](narrow: Int) -> DType:
     if narrow == 0:
         return dtype
     return DType.bfloat16 if narrow == 1 else DType.float16
-
-
-def _has_wide_features[dtype: DType](call: Call) -> Bool:
-    """Returns whether the features are of the type of sums, where x is narrower."""
-    return call.norm_is_float32 != 0 or call.groups != 0
 
 
 def plan_normalize[dtype: DType](mut call: Call):
@@ -61,7 +57,7 @@ def normalize[dtype: DType, R: Runner](mut runner: R, call: Call) raises:
     """
     comptime accum = accumulator[dtype]()
     comptime if dtype != accum:
-        if _has_wide_features[dtype](call):
+        if has_wide_features(call):
             return run_normalize[dtype, accum](runner, call)
     run_normalize[dtype, dtype](runner, call)
 
@@ -105,7 +101,7 @@ def normalize_backward[
         if call.narrow == i:
             comptime product = _product[dtype](i)
             comptime if dtype != accum:
-                if _has_wide_features[dtype](call):
+                if has_wide_features(call):
                     return normalize_backward_of[dtype, accum, product](
                         runner, call
                     )
@@ -119,7 +115,7 @@ def normalize_backward_of[
 
     Parameters:
         dtype: The type of x.
-        ftype: The type of gamma and beta, or that of sums where there are groups.
+        ftype: The type of the features, as for `run_normalize`.
         product_dtype: The type of dy.
         R: What runs it.
 

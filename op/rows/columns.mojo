@@ -17,6 +17,7 @@ from max.gpu import (
 )
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
+from std.math import ceildiv
 from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
@@ -43,6 +44,8 @@ comptime TOTAL_THREADS = 1024
 comptime _TOTAL_LANES = 32
 # Partial sums that a thread loads together.
 comptime _AT_ONCE = 4
+# As many partial sums of a column are added by one thread.
+comptime _FEW_PARTS = 16
 
 
 def column_kernel[
@@ -202,6 +205,20 @@ struct Total(TrivialRegisterPassable):
     var type: Int32
     """The type of the vectors, a number of types.mojo."""
 
+    def has_few_parts(self) -> Bool:
+        """Returns whether a thread adds all partial sums of a column."""
+        return Int(self.parts) <= _FEW_PARTS
+
+    def blocks(self, columns: Int) -> Int:
+        """Returns how many blocks add them up.
+
+        Args:
+            columns: Columns of a block whose threads share them.
+        """
+        if self.has_few_parts():
+            return ceildiv(Int(self.groups) * Int(self.length), TOTAL_THREADS)
+        return Int(self.groups) * ceildiv(Int(self.length), columns)
+
 
 struct Totals(KernelArgument, TrivialRegisterPassable):
     """What one launch of `total_kernel` adds up."""
@@ -210,17 +227,11 @@ struct Totals(KernelArgument, TrivialRegisterPassable):
     """The vectors."""
     var count: Int
     """How many there are."""
-    var longest: Int
-    """The most columns of one of them."""
-    var most_groups: Int
-    """The most groups of one of them."""
 
     def __init__(out self):
         """Names none yet."""
         self.jobs = {fill = Total(0, 0, 0, 0, 0, 0)}
         self.count = 0
-        self.longest = 0
-        self.most_groups = 0
 
     def add(mut self, job: Total):
         """Takes on one more, if it is wanted.
@@ -231,8 +242,36 @@ struct Totals(KernelArgument, TrivialRegisterPassable):
         if job.output != 0:
             self.jobs[self.count] = job
             self.count += 1
-            self.longest = max(self.longest, Int(job.length))
-            self.most_groups = max(self.most_groups, Int(job.groups))
+
+    def blocks(self, columns: Int) -> Int:
+        """Returns the most blocks that one of them needs.
+
+        Args:
+            columns: Columns of a block whose threads share them.
+        """
+        var most = 0
+        for i in range(self.count):
+            most = max(most, self.jobs[i].blocks(columns))
+        return most
+
+
+@always_inline
+def _add_few[accum: DType](job: Total, index: Int):
+    """Adds the few partial sums of one column, in the same order every time."""
+    var length = Int(job.length)
+    if index >= Int(job.groups) * length:
+        return
+    var group, column = divmod(index, length)
+    var source = GlobalPointer[accum](
+        unsafe_from_address=Int(job.partial)
+    ).unsafe_offset(group * Int(job.parts) * length + column)
+    var terms = SIMD[accum, _FEW_PARTS](0)
+    comptime for part in range(_FEW_PARTS):
+        if part < Int(job.parts):
+            terms[part] = source.unsafe_offset(part * length).unsafe_load()
+    store_as[space=AddressSpace.GLOBAL](
+        job.type, job.output, index, terms.reduce_add()
+    )
 
 
 @__llvm_metadata(
@@ -241,7 +280,8 @@ struct Totals(KernelArgument, TrivialRegisterPassable):
 def total_kernel[accum: DType, columns: Int](totals: Totals):
     """Adds the partial sums of each column, in the same order every time and for any width of the blocks.
 
-    Grid: (sums' columns / columns, sums, groups). Block: TOTAL_THREADS threads.
+    Grid: (the most blocks of a sum, sums). Block: TOTAL_THREADS threads, which share columns, or have one each where
+    there are few partial sums.
 
     Parameters:
         accum: The type of the partial sums.
@@ -266,11 +306,14 @@ def total_kernel[accum: DType, columns: Int](totals: Totals):
     comptime for i in range(1, MAX_TENSORS):
         if block_idx.y == i:
             job = totals.jobs[i]
+    if block_idx.x >= job.blocks(columns):
+        return
     var length = Int(job.length)
-    var group = block_idx.z
-    if block_idx.x * columns >= length or group >= Int(job.groups):
+    if job.has_few_parts():
+        _add_few[accum](job, block_idx.x * TOTAL_THREADS + thread_idx.x)
         return
     var parts = Int(job.parts)
+    var group, block = divmod(block_idx.x, ceildiv(length, columns))
     var column = thread_idx.x % columns
     var lane = thread_idx.x // columns % _TOTAL_LANES
     var turn = thread_idx.x // lanes
@@ -280,7 +323,7 @@ def total_kernel[accum: DType, columns: Int](totals: Totals):
     var source = GlobalPointer[accum](
         unsafe_from_address=Int(job.partial)
     ).unsafe_offset(
-        group * parts * length + min(block_idx.x * columns + column, length - 1)
+        group * parts * length + min(block * columns + column, length - 1)
     )
     comptime step = _TOTAL_LANES * _AT_ONCE
     for first in range(0, parts, step * turns):
@@ -314,7 +357,7 @@ def total_kernel[accum: DType, columns: Int](totals: Totals):
     comptime for level in range(5):
         comptime distance = _TOTAL_LANES >> (level + 1)
         sum += warp.shuffle_xor(sum, UInt32(distance))
-    column += block_idx.x * columns
+    column += block * columns
     if lane == 0 and column < length:
         store_as[space=AddressSpace.GLOBAL](
             job.type, job.output, group * length + column, sum

@@ -200,7 +200,10 @@ def _take[
     comptime for k in range(P.features):
         if operands.features[k] != 0:
             v[P.inputs + k] = (
-                _at[ftype](operands.features[k], place.group * length + column)
+                _at[ftype](
+                    operands.features[k],
+                    place.group * Int(operands.feature_pitch) + column,
+                )
                 .unsafe_load[width=width]()
                 .cast[accum]()
             )

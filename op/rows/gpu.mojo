@@ -169,9 +169,8 @@ def row_kernel[
         row_step = grid_dim.x * warps
     # rows of a group follow each other
     var end = rows
-    comptime if ftype == accum:
-        index += group * rows
-        end += group * rows
+    index += group * rows
+    end += group * rows
     var start = Int32(lane * shape.width)
     var step = Int32(threads * shape.width)
 

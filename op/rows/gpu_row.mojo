@@ -164,11 +164,9 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                 var address = GlobalPointer[Self.ftype](
                     unsafe_from_address=Int(operands.features[k])
                 )
-                # only features of the type of sums differ between groups
-                comptime if Self.ftype == Self.accum:
-                    address = address.unsafe_offset(
-                        group * Int(operands.length)
-                    )
+                address = address.unsafe_offset(
+                    group * Int(operands.feature_pitch)
+                )
                 comptime for i in range(Self.tile):
                     var column = min(
                         start + Int32(i) * step,

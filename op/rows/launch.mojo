@@ -48,6 +48,9 @@ def can_vectorize[dtype: DType](operands: Operands) -> Bool:
         | operands.addend
         | Int64(Int(operands.length) * size_of[dtype]())
     )
+    if operands.groups > 1:
+        # Features are no narrower than inputs.
+        bits |= operands.feature_pitch * Int64(size_of[dtype]())
     return bits % 16 == 0
 
 

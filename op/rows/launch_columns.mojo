@@ -283,13 +283,9 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
     Raises:
         If the launch fails.
     """
-    if totals.longest == 0:
+    if totals.count == 0:
         return
-    var blocks = (
-        ceildiv(totals.longest, TOTAL_COLUMNS)
-        * totals.count
-        * totals.most_groups
-    )
+    var blocks = totals.blocks(TOTAL_COLUMNS) * totals.count
     comptime for is_narrow in [False, True]:
         comptime columns = TOTAL_NARROW if is_narrow else TOTAL_COLUMNS
         if (blocks < gpu.processors) == is_narrow:
@@ -298,11 +294,7 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
             gpu.stream.enqueue_function(
                 compiled,
                 totals,
-                grid_dim=(
-                    ceildiv(totals.longest, columns),
-                    totals.count,
-                    totals.most_groups,
-                ),
+                grid_dim=(totals.blocks(columns), totals.count),
                 block_dim=TOTAL_THREADS,
                 attributes=pdl_attributes(),
             )

@@ -46,6 +46,8 @@ struct Operands[accum: DType](ImplicitlyCopyable, KernelArgument, Movable):
     """Tensors [M, K] to read."""
     var features: Addresses
     """Vectors [groups, K] to read, the same for all rows of a group."""
+    var feature_pitch: Int64
+    """Elements from the features of one group to those of the next."""
     var offset: Scalar[Self.accum]
     """Added to the first feature."""
     var absent: StaticTuple[Float32, MAX_TENSORS]
@@ -94,6 +96,7 @@ struct Operands[accum: DType](ImplicitlyCopyable, KernelArgument, Movable):
         self.length = Int32(length)
         self.inputs = Addresses(fill=0)
         self.features = Addresses(fill=0)
+        self.feature_pitch = Int64(length)
         self.absent = StaticTuple[Float32, MAX_TENSORS](fill=0)
         self.offset = 0
         self.saved = Addresses(fill=0)

@@ -118,7 +118,8 @@ struct NormalizeRows[
         comptime if Self.is_modulated:
             ref call = self.call[]
             var group = index // (call.M // call.groups)
-            var offset = group * call.K * size_of[Self.x_dtype]()
+            var pitch = call.modulation_pitch() * size_of[Self.x_dtype]()
+            var offset = group * pitch
             its.scale = call.scale + offset if call.scale != 0 else 0
             its.shift = call.shift + offset if call.shift != 0 else 0
         return its

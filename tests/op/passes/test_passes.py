@@ -73,11 +73,13 @@ class Case:
         offset: float = 0.0,
         groups: int = 0,
         modulation: str = "st",
+        pitch: int = 0,
         mean: float = 0.0,
         shift: int = 0,
     ) -> None:
         self.shape, self.dtype, self.device, self.rms = shape, dtype, device, rms
         self.offset, self.groups, self.shift = offset, groups, shift
+        self.pitch = pitch
         self.norm_dtype, self.z_dtype = norm_dtype or dtype, narrow or dtype
         M, K = shape
         self.M = M - M % groups if groups else M
@@ -91,8 +93,10 @@ class Case:
         self.residual = make(shape, dtype) if residual else None
         self.gamma = make((K,), self.norm_dtype, 1.0 - offset) if "g" in affine else None
         self.beta = make((K,), self.norm_dtype) if "b" in affine else None
-        self.scale = make((groups, K), dtype) if groups and "s" in modulation else None
-        self.move = make((groups, K), dtype) if groups and "t" in modulation else None
+        # Of each group, some of the columns of a wider tensor.
+        wide = (groups, pitch or K)
+        self.scale = make(wide, dtype)[:, :K] if groups and "s" in modulation else None
+        self.move = make(wide, dtype)[:, :K] if groups and "t" in modulation else None
         self.dz, self.dsum = make(shape, dtype), make(shape, dtype)
 
     @property
@@ -105,6 +109,7 @@ class Case:
         call.weight_offset, call.groups = self.offset, self.groups
         call.gamma, call.beta = address(self.gamma), address(self.beta)
         call.scale, call.shift = address(self.scale), address(self.move)
+        call.group_pitch = self.pitch
         call.norm_is_float32 = self.norm_dtype is not self.dtype
         types = [self.dtype, torch.bfloat16, torch.float16]
         call.narrow = types.index(self.z_dtype) if self.z_dtype is not self.dtype else 0
@@ -299,6 +304,10 @@ OPTIONS = [
     {"affine": "", "residual": True, "shift": 1},
     {"affine": "gb", "groups": 1, "modulation": "s"},
     {"affine": "g", "groups": 20, "modulation": "st"},
+    {"affine": "", "groups": 4, "modulation": "s"},
+    {"affine": "", "groups": 5, "modulation": "st", "pitch": 300},
+    {"affine": "", "groups": 2, "modulation": "t", "pitch": 3 * 257},
+    {"affine": "gb", "groups": 5, "modulation": "st", "pitch": 301},
 ]
 
 
@@ -346,6 +355,22 @@ def test_wanted(wanted, groups, device):
     if groups:
         check_backward(case, names | {"dscale"}, N=10)
         check_backward(case, names | {"dshift"}, N=10)
+
+
+# Few rows a group, and so many that a group's sums have few parts, or many.
+@every_device
+@every_dtype
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("affine", ["", "g"])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((96, 1152), 32), ((1024, 1152), 32), ((4096, 64), 2)], ids=str
+)
+def test_modulation_within_wider_rows(shape, groups, affine, rms, dtype, device):
+    """As models have it: one of six parts of what a Linear layer returned."""
+    pitch = 6 * shape[1]
+    case = Case(shape, dtype, device, rms=rms, affine=affine, groups=groups, pitch=pitch)
+    check_forward(case)
+    check_backward(case, all_gradients(case), dsum=True)
 
 
 @every_device
