@@ -72,6 +72,9 @@ def test_each_number(
     scale = recipes.spread(found[1], scaling, found[0].shape).double()
     # Half a unit in e4m3 and in bfloat16, and the error of the formula; far below 0 that is more.
     most = truth.abs() * (1 / 16 + 1 / 512 + 2.1e-3) + scale * (1.01 / 1024) + 1e-5
+    if scaling == "row" and activation in ("gelu", "gelu_tanh"):
+        # In float16: a part of h.
+        most += 1e-3 * exact([*given[:8], "", *given[9:]], scaling).abs()
     assert ((values(found, scaling) - truth).abs() <= most).all()
 
 

@@ -9,12 +9,18 @@ from std.sys import size_of
 from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
-from ..activation import GELU, OTHERS, SILU, SMOOTH
+from ..activation import GELU, GELU_TANH, OTHERS, SILU, SMOOTH
 from ..epilogue import Epilogue
 from .barriers import warp_sync
 from .boxes import Boxes
 from .config import CONSUMERS
 from .elements import swizzle
+from .half_gelu import (
+    HalfGelu,
+    fits_half,
+    halves_in_eight_bits,
+    largest_of_halves,
+)
 from .parts import HALVES, IN_TURN
 from .shared_memory import (
     pack_pair,
@@ -64,7 +70,7 @@ struct FirstSums(Sums):
 
 @always_inline
 def _larger(most: UInt32, word: UInt32) -> UInt32:
-    """Returns the larger magnitudes of two pairs of numbers in bfloat16, in either half."""
+    """Returns the larger magnitudes of two pairs of numbers of 16 bits, in either half."""
     return bitcast[DType.uint32, 1](
         max(
             bitcast[DType.uint16, 2](most),
@@ -117,16 +123,22 @@ def store_quantized[
     c_map: OpaquePointer[ImmUntrackedOrigin],
 ):
     """Finishes, activates, rounds and stores the rows in 8 bits, box by box, and their scales. What is rounded to 16
-    bits first has the bits of a product in these, quantized."""
+    bits first has the bits of a product in these, quantized; a GELU with a given scale is computed in float16."""
     _clear_vectors[columns, parts](rows, vectors)
+    var kind = rows.epilogue.activation()
+    comptime may_be_half = not E.finds_scales and parts not in (HALVES, IN_TURN)
     # Without branches between them, special functions of some columns overlap with all else of others.
     comptime usual = Int(SILU if parts in (HALVES, IN_TURN) else GELU)
-    var kind = rows.epilogue.activation()
-    if kind == Int32(usual):
-        _store[columns, parts, usual](
-            rows, sums, first_sums, vectors, boxes, c_map
-        )
-    elif kind >= GELU:
+    comptime other = Int(GELU_TANH) if may_be_half else usual
+    comptime for only in [usual, other]:
+        var is_it = kind == Int32(only)
+        comptime if may_be_half:
+            is_it = is_it and fits_half(rows.epilogue.block_scale(0))
+        if is_it:
+            return _store[columns, parts, only, may_be_half](
+                rows, sums, first_sums, vectors, boxes, c_map
+            )
+    if kind >= GELU:
         _store[columns, parts, SMOOTH](
             rows, sums, first_sums, vectors, boxes, c_map
         )
@@ -163,7 +175,7 @@ def _clear_vectors[
 
 @always_inline
 def _put[
-    E: Epilogue, width: Int, any_columns: Bool, //, group: Int
+    E: Epilogue, width: Int, any_columns: Bool, //, group: Int, in_half: Bool
 ](
     rows: TileRows[E, width, any_columns],
     box: UInt32,
@@ -176,7 +188,12 @@ def _put[
     var chunk = UInt32(group // 2) ^ swizzle[width](row)
     var place = box + row * UInt32(width) + (rows.lane & 3) * 2
     var at = place + (chunk << 4) + UInt32(group % 2 * 8)
-    var eight_bits = rows.epilogue.in_eight_bits(pairs, scales, inverses)
+    var eight_bits: UInt32
+    comptime if in_half:
+        # They are divided already.
+        eight_bits = halves_in_eight_bits(pairs)
+    else:
+        eight_bits = rows.epilogue.in_eight_bits(pairs, scales, inverses)
     store_shared_element[DType.uint16](
         at, (eight_bits & 0xFFFF).cast[DType.uint16]()
     )
@@ -196,6 +213,7 @@ def _store[
     columns: Int,
     parts: Int,
     among: Int,
+    in_half: Bool = False,
 ](
     rows: TileRows[E, width, any_columns],
     sums: S,
@@ -214,6 +232,7 @@ def _store[
     var row = lane >> 2
     var n = _of_c[parts](rows.elements.n)
     var first_column = _of_c[parts](rows.column)
+    var gelu = HalfGelu[among](rows.epilogue.block_scale(0))
     comptime for start in range(0, own_columns, width):
         # Of each group, what the lane has of its upper row and of its lower one: two columns in 16 bits.
         var words = StaticTuple[SIMD[DType.uint32, 2], groups]()
@@ -249,20 +268,34 @@ def _store[
                         other = other.insert[offset=4 * i](
                             rows.finish[columns, gated](sums, vectors)
                         )
-            var a = rows.epilogue.activated[4 * _TOGETHER, among](h, other)
+            var a = h
+            comptime if not in_half:
+                a = rows.epilogue.activated[4 * _TOGETHER, among](h, other)
             comptime for i in range(_TOGETHER):
                 comptime group = first + i
                 var four = a.slice[4, offset=4 * i]()
-                var above = pack_pair[_ROUNDED](four.slice[2]())
-                var below = pack_pair[_ROUNDED](four.slice[2, offset=2]())
+                var above: UInt32
+                var below: UInt32
+                comptime if in_half:
+                    above = gelu.of(four.slice[2]())
+                    below = gelu.of(four.slice[2, offset=2]())
+                else:
+                    above = pack_pair[_ROUNDED](four.slice[2]())
+                    below = pack_pair[_ROUNDED](four.slice[2, offset=2]())
                 # Columns past the last one have zeros.
                 most_above = _larger(most_above, above)
                 most_below = _larger(most_below, below)
                 words[group] = {above, below}
                 comptime if not E.finds_scales:
-                    _put[group](rows, box, words[group], scales, inverses)
-        most_above = _largest(most_above)
-        most_below = _largest(most_below)
+                    _put[group, in_half](
+                        rows, box, words[group], scales, inverses
+                    )
+        comptime if in_half:
+            most_above = largest_of_halves(most_above, scales[0])
+            most_below = largest_of_halves(most_below, scales[1])
+        else:
+            most_above = _largest(most_above)
+            most_below = _largest(most_below)
         comptime if E.finds_scales:
             most_above = _largest_of_lanes(most_above)
             most_below = _largest_of_lanes(most_below)
@@ -274,7 +307,7 @@ def _store[
             inverses = 1 / scales
             box = boxes.take[by_all=True](lane)
             comptime for group in range(groups):
-                _put[group](rows, box, words[group], scales, inverses)
+                _put[group, in_half](rows, box, words[group], scales, inverses)
         else:
             _overwrite(rows, box, scales)
         rows.send[DType.uint8](c_map, box, Int32(first_column) + Int32(start))
