@@ -98,17 +98,17 @@ inline int64_t pitch_of(const Tensor& modulation) {
   if (modulation.is_contiguous()) return K;
   if (strides[last] != 1 && K > 1) return 0;
   // Of the innermost dimension of several vectors, and what the next one out has to have.
-  int64_t pitch = 0, next = 0;
+  int64_t pitch = 0, next = -1;
   for (int64_t i = last; i-- > 0;) {
     if (sizes[i] == 1) continue;
-    if (pitch && strides[i] != next) return 0;
-    if (!pitch) pitch = strides[i];
+    if (next < 0) pitch = strides[i];
+    else if (strides[i] != next) return 0;
     next = strides[i] * sizes[i];
   }
   const int64_t bytes = modulation.element_size();
   const bool is_aligned = pitch * bytes % ALIGNMENT == 0 &&
       reinterpret_cast<uintptr_t>(modulation.data()) % ALIGNMENT == 0;
-  const bool fits = pitch > 0 && pitch <= LONGEST_ROW;
+  const bool fits = pitch <= LONGEST_ROW;
   return fits && (is_aligned || K * bytes % ALIGNMENT != 0) ? pitch : 0;
 }
 

@@ -14,6 +14,7 @@ from std.sys import size_of
 
 from ..argument import KernelArgument
 from ..call import Call
+from ..rows.operands import Operands
 from ..rows.types import code_of, load_as, store_as
 
 
@@ -140,6 +141,20 @@ def is_folded(call: Call) -> Bool:
         call.groups != 0
         and (call.gamma | call.beta | call.dgamma | call.dbeta) != 0
     )
+
+
+def read_in_place(mut rows: Operands, call: Call):
+    """Names scale and shift as what rows are multiplied by, once 1 is added, and what is added to them.
+
+    Args:
+        rows: The operands.
+        call: The tensors; nothing is folded.
+    """
+    rows.features[0] = Int64(call.scale)
+    rows.features[1] = Int64(call.shift)
+    rows.feature_pitch = Int64(call.modulation_pitch())
+    if call.scale != 0:
+        rows.offset = 1
 
 
 def has_wide_features(call: Call) -> Bool:

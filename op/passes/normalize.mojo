@@ -4,7 +4,7 @@ from ..call import Call
 from ..rows.operands import Operands, accumulator
 from ..rows.programs.norm import RMS_NORM, NormForward, NormGiven
 from ..rows.types import code_of
-from .modulation import Modulation, folded_bytes, is_folded
+from .modulation import Modulation, folded_bytes, is_folded, read_in_place
 from .runner import Runner
 
 
@@ -106,11 +106,7 @@ def affine_operands[dtype: DType](call: Call) -> Operands[accumulator[dtype]()]:
         rows.features[0] = folded.G
         rows.features[1] = folded.T
     elif call.groups != 0:
-        rows.features[0] = Int64(call.scale)
-        rows.features[1] = Int64(call.shift)
-        rows.feature_pitch = Int64(call.modulation_pitch())
-        if call.scale != 0:
-            rows.offset = 1
+        read_in_place(rows, call)
     else:
         rows.features[0] = Int64(call.gamma)
         rows.features[1] = Int64(call.beta)

@@ -283,9 +283,9 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
     Raises:
         If the launch fails.
     """
-    if totals.count == 0:
-        return
     var blocks = totals.blocks(TOTAL_COLUMNS) * totals.count
+    if blocks == 0:
+        return
     comptime for is_narrow in [False, True]:
         comptime columns = TOTAL_NARROW if is_narrow else TOTAL_COLUMNS
         if (blocks < gpu.processors) == is_narrow:

@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks/results"
 # Sizes of common models, in addition to random ones.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WEIGHTS = ((128, 128), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
-RANDOM = 300
+RANDOM = 450
 # Calls whose time is that of starting them; random ones are seldom so small.
 TINY_ROWS = (1, 4, 16)
 TINY_WEIGHTS = ((16, 64), (96, 48))

@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 # Calls in a batch of inference and training, as many as keep an H200 busy.
 MODELS = {
-    **{"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)},
+    **{"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 64)},
     **{"qwen3": (8, 4), "gpt2": (16, 8), "bert": (64, 32), "modernbert": (32, 16)},
     "siglip": (64, 32),
 }

@@ -26,6 +26,8 @@ PASSED_SUMS = ("tests/ops/test_passed_sums.py",)
 PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before or twice or rows")
 OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
 GRADIENT_PLANS = ("tests/chain/test_linear_plans.py", "-k", "test_plan")
+MODULATIONS = ("tests/ops/test_modulation_layouts.py", "-k", "node and float32 and alone")
+WIDER_ROWS = ("tests/op/passes/test_passes.py", "-k", "modulation and float32")
 DTYPES = ("tests/models/test_dtypes.py", "-k", "mix and 3-eager or refuses")
 PROGRAMS = ("tests/ops/test_export.py", "-k", "trained")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
@@ -605,5 +607,45 @@ MUTATIONS = (
         "        if is_exporting():\n            # Dynamo's",
         "        if False:\n            # Dynamo's",
         PROGRAMS,
+    ),
+    Mutation(
+        "modulations one after another",
+        "cpu",
+        "op/rows/cpu_row.mojo",
+        "place.group * Int(operands.feature_pitch) + column",
+        "place.group * length + column",
+        WIDER_ROWS,
+    ),
+    Mutation(
+        "modulations of a product's rows one after another",
+        "cpu",
+        f"{CPU}/normalize.mojo",
+        "call.modulation_pitch() * size_of[Self.x_dtype]()",
+        "call.K * size_of[Self.x_dtype]()",
+        MODULATIONS,
+    ),
+    Mutation(
+        "a scale without 1",
+        "cpu",
+        "op/passes/modulation.mojo",
+        "rows.offset = 1",
+        "rows.offset = 0",
+        WIDER_ROWS,
+    ),
+    Mutation(
+        "scale and shift at one distance",
+        "cpu",
+        "fused_norm/chain/operands.h",
+        "(extent.groups == groups && extent.pitch == pitch)",
+        "extent.groups == groups",
+        MODULATIONS,
+    ),
+    Mutation(
+        "groups at any distance",
+        "cpu",
+        "fused_norm/chain/operands.h",
+        "else if (strides[i] != next) return 0;",
+        "",
+        MODULATIONS,
     ),
 )

@@ -37,6 +37,10 @@ LAYOUTS: dict[str, tuple[Callable[[str], Tensor], Callable[[Tensor], Modulation]
         _parts(B, S, 2 * K),
         lambda w: (w[..., :K], w[..., K:]),
     ),
+    "rows between samples": (
+        _parts(B, S + 1, 2 * K),
+        lambda w: (w[:, :S, :K], w[:, 1:, K:]),
+    ),
     "rows that are not one after another": (
         _parts(B, 2 * S, 2 * K),
         lambda w: (w[:, ::2, :K], w[:, ::2, K:]),
@@ -45,6 +49,14 @@ LAYOUTS: dict[str, tuple[Callable[[str], Tensor], Callable[[Tensor], Modulation]
     "repeated": (
         _parts(1, 1, 2 * K),
         lambda w: (w[..., :K].expand(B, 1, K), w[..., K:].expand(B, 1, K)),
+    ),
+    "one for each row, one for each sample": (
+        _parts(B, S, 2 * K),
+        lambda w: (w[..., :K], w[:, :1, K:]),
+    ),
+    "one for each place, one for each sample": (
+        _parts(B, S, 2 * K),
+        lambda w: (w[:1, :, :K], w[:, :1, K:]),
     ),
     "unlike each other": (
         _parts(B, 4 * K),

@@ -357,7 +357,7 @@ def test_wanted(wanted, groups, device):
         check_backward(case, names | {"dshift"}, N=10)
 
 
-# Few rows a group, and so many that a group's sums have few parts, or many.
+# Groups of 3 rows, of 32, and of 2048, whose sums have many parts on a GPU.
 @every_device
 @every_dtype
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
