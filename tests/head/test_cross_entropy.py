@@ -62,6 +62,18 @@ def test_options_in_each_dtype(data: Any, bias: bool, dtype: torch.dtype) -> Non
     check(case(67, 32, 301, bias=bias, dtype=dtype), at_most=3, **given_options)
 
 
+@pytest.mark.parametrize("classes", [301, 9001])
+def test_weights_are_not_rounded_in_the_gradient_of_the_bias(classes: int) -> None:
+    for seed in range(40, 60):
+        numbers = torch.Generator().manual_seed(seed)
+        given_options = {"class_weight": torch.rand(classes, generator=numbers)}
+        if seed % 2:
+            given_options["token_weight"] = torch.rand(67, generator=numbers)
+        torch.manual_seed(seed)
+        tensors = case(67, 32, classes, bias=True, dtype=torch.bfloat16)
+        check(tensors, at_most=3, reduction="sum", chunk_rows=40, **given_options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [1, 7, 32001, 50257, 128256])
 def test_vocabularies(classes: int, dtype: torch.dtype) -> None:

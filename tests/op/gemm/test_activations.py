@@ -60,6 +60,8 @@ def test_the_formula_of_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_no_number_stays_visible(name: str) -> None:
-    expected = (PLAIN[name].function if name else torch.clone)(NO_NUMBERS)
+    function = PLAIN[name].function if name else torch.clone
+    # One by one: of vectors, PyTorch's GELU makes NaN of infinity on CPUs with AVX-512.
+    expected = torch.stack([function(number) for number in NO_NUMBERS])
     for column in computed(name, NO_NUMBERS).unbind(1)[2:]:
         torch.testing.assert_close(column, expected, rtol=0, atol=0, equal_nan=True)
