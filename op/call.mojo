@@ -249,7 +249,11 @@ struct Call(ImplicitlyCopyable, Movable):
         self.fold_constants = 0
 
     def modulation_pitch(self) -> Int:
-        """Returns the elements from the scale or the shift of one group to the next."""
+        """Finds how far the modulations of two groups are from each other.
+
+        Returns:
+            The elements from the scale or the shift of one group to the next.
+        """
         return self.group_pitch if self.group_pitch != 0 else self.K
 
 

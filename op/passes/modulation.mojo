@@ -130,12 +130,15 @@ struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
 
 
 def is_folded(call: Call) -> Bool:
-    """Returns whether scale and shift have to be folded with gamma and beta.
+    """Decides whether scale and shift have to be folded with gamma and beta.
 
     Without these, passes read scale and shift in their place, and dG and dT are the gradients.
 
     Args:
         call: The tensors, and which gradients are wanted.
+
+    Returns:
+        Whether they have to.
     """
     return (
         call.groups != 0
@@ -158,10 +161,13 @@ def read_in_place(mut rows: Operands, call: Call):
 
 
 def has_wide_features(call: Call) -> Bool:
-    """Returns whether what rows are multiplied by is of the type of sums, where x is narrower.
+    """Finds the type of what rows are multiplied by.
 
     Args:
         call: The tensors, and which gradients are wanted.
+
+    Returns:
+        Whether it is that of sums, where x is narrower.
     """
     if call.groups != 0:
         return is_folded(call)

@@ -206,14 +206,21 @@ struct Total(TrivialRegisterPassable):
     """The type of the vectors, a number of types.mojo."""
 
     def has_few_parts(self) -> Bool:
-        """Returns whether a thread adds all partial sums of a column."""
+        """Decides who adds the partial sums of a column.
+
+        Returns:
+            Whether it is one thread.
+        """
         return Int(self.parts) <= _FEW_PARTS
 
     def blocks(self, columns: Int) -> Int:
-        """Returns how many blocks add them up.
+        """Counts the blocks that add them up.
 
         Args:
             columns: Columns of a block whose threads share them.
+
+        Returns:
+            How many there are.
         """
         if self.has_few_parts():
             return ceildiv(Int(self.groups) * Int(self.length), TOTAL_THREADS)
@@ -244,10 +251,13 @@ struct Totals(KernelArgument, TrivialRegisterPassable):
             self.count += 1
 
     def blocks(self, columns: Int) -> Int:
-        """Returns the most blocks that one of them needs.
+        """Counts the blocks of the one that needs most.
 
         Args:
             columns: Columns of a block whose threads share them.
+
+        Returns:
+            How many there are.
         """
         var most = 0
         for i in range(self.count):
