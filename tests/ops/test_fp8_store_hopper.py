@@ -78,6 +78,21 @@ def test_each_number(
     assert ((values(found, scaling) - truth).abs() <= most).all()
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("exponent", [-40, -20, -11, -8, -7, 0, 6, 9, 10, 20])
+def test_scales_that_float16_does_not_reach(activation: str, exponent: int) -> None:
+    """Rows of any size: where float16 would overflow or lose them, float32 computes."""
+    given = operands("row", activation, False)
+    given[1] = given[1] * 2.0**exponent
+    given[7] = torch.zeros_like(given[7])
+    given[-1] *= 2.0**exponent
+    found = stored(given)
+    truth = exact(given, "row")
+    h = exact([*given[:8], "", *given[9:]], "row")
+    most = truth.abs() * (1 / 16 + 1 / 512 + 2.1e-3) + given[-1] * (1.01 / 1024) + 1e-3 * h.abs()
+    assert ((values(found, "row") - truth).abs() <= most).all()
+
+
 @pytest.mark.parametrize(("activation", "is_pair"), EXACT)
 @pytest.mark.parametrize("scaling", ["row", VECTORS])
 def test_what_earlier_tiles_leave_counts_nowhere(

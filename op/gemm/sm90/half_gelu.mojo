@@ -14,7 +14,9 @@ from ..activation import GELU
 from .shared_memory import pack_pair
 
 comptime _HALF = DType.float16
-# Numbers up to 448 of these, the largest scale, are far from float16's overflow.
+# Numbers up to 448 of the largest scale are far from float16's overflow, and those that e4m3 rounds to 0 with the least
+# one far above what float16 does. Half of its reciprocal is a number in float16 as well.
+comptime _LEAST_SCALE = Float32(1.0 / 4096)
 comptime _MOST_SCALE = Float32(64)
 # With p and q twice each, as float16 has them; of GELU: the least error relative to h.
 comptime _EXACT = StaticString(
@@ -34,8 +36,8 @@ comptime _BY_TANH = StaticString(
 @doc_hidden
 @always_inline
 def fits_half(scale: Float32) -> Bool:
-    """Returns whether no number that fits a scale overflows."""
-    return scale <= _MOST_SCALE
+    """Returns whether float16 has the numbers that a scale is for."""
+    return _LEAST_SCALE <= scale and scale <= _MOST_SCALE
 
 
 @doc_hidden
