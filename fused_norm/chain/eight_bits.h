@@ -107,7 +107,13 @@ class Rooms {
     if (!cast.by_block() && (transposed || !cast.by_row())) expected_ += elements(M, K, cast, true);
   }
 
-  // For the maxima of columns, and of rows for `plain`; or for the single maximum.
+  // How many elements there are for the maxima of columns, and of rows for `plain`, or for the single
+  // maximum: each takes the bits of two elements, and kernels read four maxima together.
+  static int64_t elements(int64_t M, int64_t K, const Cast& cast, bool plain) {
+    const int64_t count = cast.by_row() ? K + (plain ? M : 0) : 1;
+    return 2 * ((count + 3) / 4 * 4);
+  }
+
   Tensor take(
       const Tensor& like, int64_t M, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
     const int64_t each = elements(M, K, cast, plain), count = matrices * each;
@@ -119,12 +125,6 @@ class Rooms {
   }
 
  private:
-  // A maximum takes the bits of two elements, and kernels read four maxima together.
-  static int64_t elements(int64_t M, int64_t K, const Cast& cast, bool plain) {
-    const int64_t count = cast.by_row() ? K + (plain ? M : 0) : 1;
-    return 2 * ((count + 3) / 4 * 4);
-  }
-
   Tensor all_;
   int64_t expected_ = 0, used_ = 0;
 };

@@ -9,12 +9,13 @@ namespace fused_norm {
 
 // Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
 // two. One layer without an activation may add a residual. Then what a backward needs: the input of the
-// activation, and the transposed rows and weights.
+// activation, and the transposed rows and weights. Last, the maxima of the activation, if they are wanted:
+// the next layer takes them as those of its rows.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
     bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights,
-    Optional residual) {
+    Optional residual, Optional maxima, bool leaves_maxima) {
   const auto run = [&] {
     const auto given = tensor_of(z);
     require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
@@ -29,15 +30,22 @@ inline Handles fp8_layers(
     const OnDevice on_device(given);
     const auto& kernels = eight_bits_of(given);
     const auto whole = dense(given).rows();
+    const auto own = tensor_of(maxima);
+    require_kernels(
+        !own.defined() ||
+        (!cast.by_block() && own.dtype() == BFLOAT16 && is_beside(own, whole) &&
+         are_equal(own.sizes(), Shape{Rooms::elements(whole.size(0), whole.size(1), cast, true)})));
     Rooms rooms;
-    rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
+    if (!own.defined()) rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
     expect_weights(weights, weight_scales, by, keeps_weights, rooms);
-    const auto rows = quantized(whole, cast, true, keeps_rows, kernels, rooms);
+    const auto rows = quantized(whole, cast, true, keeps_rows, kernels, rooms, readable(own));
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
         weights, weight_scales, biases, given, by, kernels, rooms,
         keeps_weights ? &transposed : nullptr);
     Handles all;
+    KeptMaxima kept{cast, {}};
+    require_kernels(!leaves_maxima || !activation.empty());
     if (activation.empty() && !added.defined()) {
       for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
         all.push_back(given_of(y));
@@ -47,17 +55,19 @@ inline Handles fp8_layers(
       const Layer other = layers.size() == 2 ? layers[1] : Layer{};
       all.push_back(given_of(product(
           rows.plain, layers[0], given.sizes(), are_kept, kernels, number_of(activation), other,
-          keeps_h ? &h : nullptr, added.defined() ? added.rows() : added)));
+          keeps_h ? &h : nullptr, added.defined() ? added.rows() : added,
+          leaves_maxima ? &kept : nullptr)));
       if (keeps_h) all.push_back(given_of(h));
     }
     if (keeps_rows) append(all, rows.transposed);
     for (const auto& weight : transposed) append(all, weight);
+    if (leaves_maxima) all.push_back(given_of(kept.maxima));
     return all;
   };
   return by_kernels(
       run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
       weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows, keeps_weights,
-      residual);
+      residual, maxima, leaves_maxima);
 }
 
 // What the gradients of layers are computed from, and how.

@@ -197,15 +197,24 @@ inline Tensor addend_of(
   return readable(given);
 }
 
+// The maxima of an activation, which its product keeps for the pass that quantizes it. They are a result
+// of an op, so their memory is their own.
+struct KeptMaxima {
+  const Cast& cast;
+  Tensor maxima;
+};
+
 // Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows except the last.
 // The activation may be a gate, with a second layer or the second half as the gating input. If h is
-// given, the activation's input, one or two times as wide, is written to it. Without an activation, a
-// matrix in bfloat16 may be added to the result, before it is rounded.
+// given, the activation's input, one or two times as wide, is written to it; if `kept` is, the
+// activation's maxima. Without an activation, a matrix in bfloat16 may be added to the result, before it
+// is rounded.
 inline Tensor product(
     const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
     const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
-    Tensor* h = nullptr, const Tensor& given_addend = {}) {
+    Tensor* h = nullptr, const Tensor& given_addend = {}, KeptMaxima* kept = nullptr) {
   const auto rows = rows_of(given);
+  require_kernels(!kept || (activation && !rows.of_blocks));
   if (rows.of_blocks) {
     const auto layer = layer_of(given_layer, rows.q);
     const Layer other = given_up.weight.defined() ? layer_of(given_up, rows.q) : Layer{};
@@ -222,6 +231,11 @@ inline Tensor product(
   if (h) {
     *h = empty(Shape{call.M, activation >= GATED ? 2 * N : N}, rows.q, BFLOAT16);
     call.h = address(*h);
+  }
+  if (kept) {
+    kept->maxima = zeros(Shape{Rooms::elements(call.M, N, kept->cast, true)}, y);
+    call.workspace = address(kept->maxima);
+    call.one_scale = !kept->cast.by_row();
   }
   launch(kernels.linear, call, y);
   return y;

@@ -87,6 +87,9 @@ def call(
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
+    # An activation and its maxima, which the layer that multiplies it quantizes it by.
+    left: list[Tensor] = []
+
     def layers(
         z: Tensor,
         weights: Sequence[Tensor],
@@ -98,8 +101,13 @@ def call(
         how = (recipe, power_of_two)
         is_one = len(weights) == 1 or (is_joined and _is_gate_of_two(activation, weights, biases))
         if activation and is_one and not any(map(quantized.is_quantized, weights)):
-            return _multiplied(z, weights, biases, *how, activation)
-        products = _multiplied(z, weights, biases, *how, residual=residual)
+            leaves = t.out_weight is not None and leaves_maxima(z, recipe, t.out_weight)
+            products = _multiplied(z, weights, biases, *how, activation, leaves_maxima=leaves)
+            if leaves:
+                left.extend(products)
+            return products[:1]
+        maxima = left[1] if left and z is left[0] else None
+        products = _multiplied(z, weights, biases, *how, residual=residual, maxima=maxima)
         return after_products(products, activation, is_joined)
 
     return composition.compute(spec, t, layers)
@@ -234,7 +242,22 @@ def _multiplied(
     power_of_two: bool,
     activation: str = "",
     residual: Tensor | None = None,
+    maxima: Tensor | None = None,
+    leaves_maxima: bool = False,
 ) -> list[Tensor]:
+    """Return the products, or an activation of them; then its maxima, if it leaves these.
+
+    Args:
+        z: Of shape `[..., K]`.
+        weights: Each of shape `[N, K]`.
+        biases: For each weight one of shape `[N]`, or None.
+        recipe: One of RECIPES.
+        power_of_two: Whether scales are rounded up to powers of two.
+        activation: What is applied to the products, or `""`.
+        residual: What is added to the only product, or None.
+        maxima: Those of z, in the format of `scaled_layers.maxima_of`, if they are known.
+        leaves_maxima: Whether those of the activation are wanted, where gradients are recorded.
+    """
     dtype = dtype_of_products(z)
     if dtype is not None:
         # Kernels need this dtype: norms return float32 there.
@@ -254,8 +277,31 @@ def _multiplied(
         ys = linears(z, ws, bs, recipes.find(recipe), power_of_two, added, activation)
     else:
         how = (recipe, power_of_two, torch.is_grad_enabled(), activation, added)
-        ys = list(ScaledLinears.apply(z, *how, *ws, *bs))
+        ys = list(ScaledLinears.apply(z, *how, maxima, leaves_maxima, *ws, *bs))
     return ys if residual is None or added is not None else [residual + ys[0]]
+
+
+def leaves_maxima(z: Tensor, recipe: str, next_weight: Tensor) -> bool:
+    """Return whether a product should leave the maxima of its activation for the next layer.
+
+    Hopper's kernels do so as they store. The next layer then needs no pass that finds them, where
+    it quantizes rows in both layouts, for the gradient of its weight.
+
+    Args:
+        z: The input of the product, on its device.
+        recipe: One of RECIPES.
+        next_weight: The weight that the activation is multiplied by.
+    """
+    how = recipes.find(recipe)
+    return (
+        how.has_fp8_wgrad
+        and how.input.scaling in ("row", "tensor")
+        and (dtype_of_products(z) or z.dtype) is torch.bfloat16
+        and torch.is_grad_enabled()
+        and next_weight.requires_grad
+        and not is_exporting()
+        and serves(z, how.input.scaling, how.weight.scaling)
+    )
 
 
 def adds_in_product(x: Tensor, recipe: str) -> bool:

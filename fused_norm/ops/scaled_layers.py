@@ -36,6 +36,8 @@ def _layers(
     keeps_rows: bool,
     keeps_weights: bool,
     residual: Tensor | None = None,
+    maxima: Tensor | None = None,
+    leaves_maxima: bool = False,
 ) -> list[Tensor]:
     if frozen.is_any() and any(own is None for own in weight_scales):
         by, are_kept = (weights, weight_scales, weight_scaling, power_of_two), False
@@ -47,7 +49,9 @@ def _layers(
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
         keeps = (keeps_h, keeps_rows, False)
         operands = (z, given, scales, [*biases])
-        found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual)
+        last = (residual, maxima, leaves_maxima)
+        found: list[Tensor] = layers(*operands, *how, activation, *keeps, *last)
+        left = [found.pop()] if leaves_maxima else []
         if keeps_weights and not is_new:
             # Results of an op may not share memory.
             kept: Any = in_8_bits(*by, transposed=True)
@@ -55,11 +59,11 @@ def _layers(
         if keeps_weights:
             for q, scale in zip(qs, own, strict=True):
                 found += _spread(q, scale, weight_scaling)
-        return found
+        return [*found, *left]
     if not z.numel():
-        last: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
-        last += [keeps_h, keeps_rows, keeps_weights]
-        return _fake_layers(z, weights, weight_scales, biases, *last)
+        rest: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
+        rest += [keeps_h, keeps_rows, keeps_weights, residual, maxima, leaves_maxima]
+        return _fake_layers(z, weights, weight_scales, biases, *rest)
     x = z.reshape(-1, z.shape[-1])
     q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
     if rows:
@@ -83,7 +87,44 @@ def _layers(
         ys = [activated(activation, h)]
         saved = [h.to(dtype)] * keeps_h
     ys = [unsafe_view(y.to(dtype), [*z.shape[:-1], y.shape[-1]]) for y in ys]
-    return [*ys, *saved, *rows, *transposed]
+    left = [maxima_of(ys[0].flatten(0, -2), scaling)] * leaves_maxima
+    return [*ys, *saved, *rows, *transposed, *left]
+
+
+def maxima_of(v: Tensor, scaling: str) -> Tensor:
+    """Return the largest magnitudes of a matrix in bfloat16, as kernels take them.
+
+    Args:
+        v: Of shape `[M, N]`.
+        scaling: Which elements share a scale: `"row"`, where there is one for each column as well,
+            or `"tensor"`.
+
+    Returns:
+        The bits of those of the columns, then of the rows, or of the only one, as 32-bit numbers,
+        then zeros, in a vector in bfloat16 of `maxima_count` elements.
+    """
+    sizes = v.abs()
+    found = (
+        sizes.amax().reshape(1)
+        if scaling == "tensor"
+        else torch.cat([sizes.amax(0), sizes.amax(1)])
+    )
+    bits = found.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    padded = bits.new_zeros(maxima_count(*v.shape, scaling) // 2)
+    padded[: len(bits)] = bits
+    return padded.view(torch.bfloat16)
+
+
+def maxima_count(M: int, N: int, scaling: str) -> int:
+    """Return the elements of what `maxima_of` returns: two for each maximum, eight for four.
+
+    Args:
+        M: Rows.
+        N: Columns.
+        scaling: As for `maxima_of`.
+    """
+    count = 1 if scaling == "tensor" else M + N
+    return 2 * ((count + 3) // 4 * 4)
 
 
 def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
@@ -106,6 +147,8 @@ def _fake_layers(
     keeps_rows: bool,
     keeps_weights: bool,
     residual: Tensor | None = None,
+    maxima: Tensor | None = None,
+    leaves_maxima: bool = False,
 ) -> list[Tensor]:
     K = z.shape[-1]
     M = z.numel() // max(K, 1)
@@ -122,6 +165,9 @@ def _fake_layers(
         found.append(z.new_empty(shape, dtype=E4M3))
         scales = scales_of(shape, "row" if kind == "tensor" else kind)
         found.append(z.new_empty(scales, dtype=torch.float32))
+    if leaves_maxima:
+        count = maxima_count(M, sizes[0], scaling)
+        found.append(z.new_empty((count,), dtype=torch.bfloat16))
     return found
 
 
@@ -236,8 +282,8 @@ def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list
 layers = define(
     "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
     "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
-    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None) "
-    "-> Tensor[]",
+    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None, "
+    "Tensor? maxima=None, bool leaves_maxima=False) -> Tensor[]",
     _fake_layers,
     unseen(_layers),
 )

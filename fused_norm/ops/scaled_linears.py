@@ -17,11 +17,15 @@ from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.scaled_layers import layers, layers_backward
 from fused_norm.recipes import E5M2, Recipe
 
+# Where the weights are among the arguments of `ScaledLinears`.
+_FIRST = 8
+
 
 class ScaledLinears(torch.autograd.Function):
     """z W^T + b in FP8 for each of several W, or the activation of one, or a gate of one or two.
 
-    Without an activation, one layer may add a residual, before its only rounding.
+    Without an activation, one layer may add a residual, before its only rounding. With one, the
+    last result may be its maxima, which the layer that multiplies it takes as those of its z.
 
     The forward saves operands of the backward: z and W in 8 bits, transposed, if the recipe uses
     these there, otherwise unchanged; and the activation's input. It saves W in either case: PyTorch
@@ -37,18 +41,22 @@ class ScaledLinears(torch.autograd.Function):
         saves: bool,
         activation: str,
         residual: Tensor | None,
+        maxima: Tensor | None,
+        leaves_maxima: bool,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
         """Return `[..., N]` for each of the weights, which are followed by as many biases."""
         count, how = len(parameters) // 2, recipes.find(recipe)
         weights, biases = parameters[:count], parameters[count:]
-        needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6 : 6 + count])
+        needed = ctx.needs_input_grad
+        needs_z, needs_weight = needed[0], any(needed[_FIRST : _FIRST + count])
         keeps_rows = saves and needs_weight and how.has_fp8_wgrad
         keeps_weights = saves and needs_z and how.weight == how.weight_for_dgrad
-        keeps_h = bool(activation) and saves and any(ctx.needs_input_grad)
+        keeps_h = bool(activation) and saves and any(needed)
         needs = (keeps_h, keeps_rows, keeps_weights)
+        last = (residual, maxima, leaves_maxima)
         ys, h, rows, transposed = _linears(
-            z, weights, biases, how, power_of_two, activation, *needs, residual
+            z, weights, biases, how, power_of_two, activation, *needs, *last
         )
         given = (*weights, *[None] * count)
         watched = [w for w in weights if transposed and _is_held(w)]
@@ -57,6 +65,8 @@ class ScaledLinears(torch.autograd.Function):
         ctx.kind = recipe, power_of_two, activation, count
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
+        if leaves_maxima:
+            ctx.mark_non_differentiable(ys[-1])
         return tuple(ys)
 
     @staticmethod
@@ -64,18 +74,20 @@ class ScaledLinears(torch.autograd.Function):
         """Return the gradients of z, the residual, the weights and the biases."""
         name, power_of_two, activation, count = ctx.kind
         z, z_scale, h, *weights = ctx.saved_tensors
-        needed = ctx.needs_input_grad
+        needed, first = ctx.needs_input_grad, _FIRST - 1
+        dys = dys[: 1 if activation else count]
         has_dy = [dys[0 if activation else i] is not None for i in range(count)]
         found: list[Tensor | None] = [None] * (1 + 2 * count)
         wanted = [0] if needed[0] and any(has_dy) else []
-        wanted += [i for i in range(1, 1 + 2 * count) if needed[5 + i] and has_dy[(i - 1) % count]]
+        places = range(1, 1 + 2 * count)
+        wanted += [i for i in places if needed[first + i] and has_dy[(i - 1) % count]]
         if wanted:
             by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
             gradients = _gradients((z, z_scale, h, activation), dys, *by, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
         of_residual = dys[0] if needed[5] else None
-        return found[0], None, None, None, None, of_residual, *found[1:]
+        return found[0], None, None, None, None, of_residual, None, None, *found[1:]
 
 
 def _is_held(weight: Tensor) -> bool:
@@ -124,8 +136,10 @@ def _linears(
     keeps_rows: bool,
     keeps_weights: bool,
     residual: Tensor | None,
+    maxima: Tensor | None = None,
+    leaves_maxima: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the results, then what a backward needs, if it is kept.
+    """Return the results, then what a backward needs, if it is kept. Maxima are the last result.
 
     That is the activation's input; z in 8 bits, transposed, and its scales; and the weights in 8
     bits, transposed, and then their scales.
@@ -145,12 +159,14 @@ def _linears(
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
     keeps = (keeps_h, keeps_rows, keeps_weights)
     operands = (z, given, scales, [*biases])
-    found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual)
+    last = (residual, maxima, leaves_maxima)
+    found: list[Tensor] = layers(*operands, *how, activation, *keeps, *last)
+    left = [found.pop()] if leaves_maxima else []
     rest = iter(found)
     ys = [next(rest) for _ in range(1 if activation else len(weights))]
     h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))
     transposed = [*rest]
-    return ys, h, rows, made or transposed[::2] + transposed[1::2]
+    return [*ys, *left], h, rows, made or transposed[::2] + transposed[1::2]
 
 
 def _gradients(

@@ -98,6 +98,8 @@ trait Epilogue(TrivialRegisterPassable):
     comptime quantizes: Bool = False
     """Whether finished sums are activated, rounded to bfloat16 and stored in 8 bits with scales; of two matrices in
     turn, what the first gives gates what the second gives."""
+    comptime keeps_maxima: Bool = False
+    """Whether the largest magnitudes of the activation's rows and columns may be kept, in bfloat16."""
     comptime finds_scales: Bool = False
     """Whether such scales are found of the largest magnitudes, for each 128 columns of a row; otherwise one is given."""
 
@@ -197,6 +199,24 @@ trait Epilogue(TrivialRegisterPassable):
             Its address, 0 if it is not. Before a gate, its left half holds the gates.
         """
         return 0
+
+    @always_inline
+    def maxima(self) -> Int64:
+        """Locates the largest magnitudes of c, in the format of op/passes/maxima.mojo.
+
+        Returns:
+            Their address, 0 if they are not kept.
+        """
+        return 0
+
+    @always_inline
+    def has_one_maximum(self) -> Bool:
+        """Tells whether that is one for all of c.
+
+        Returns:
+            Whether it is.
+        """
+        return False
 
     @always_inline
     def a(self) -> Int:

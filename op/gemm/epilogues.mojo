@@ -180,13 +180,13 @@ struct ScaleAndCorrect[corrects: Bool = True](Epilogue):
         return corrected.fma(Some(row_terms.scale), column_terms[0])
 
 
-@fieldwise_init
-struct Activated[E: Epilogue, gates: Bool](Epilogue):
+struct Activated[E: Epilogue, gates: Bool, may_keep: Bool = False](Epilogue):
     """What another epilogue finishes, activated.
 
     Parameters:
         E: The other.
         gates: Whether half of it gates the rest.
+        may_keep: Whether the largest magnitudes may be kept.
     """
 
     comptime name = StaticString("gate") if Self.gates else StaticString(
@@ -205,6 +205,8 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     """It does."""
     comptime is_gate = Self.gates
     """Whether half gates the rest."""
+    comptime keeps_maxima = Self.may_keep
+    """As asked for."""
 
     var before: Self.E
     """The other."""
@@ -212,6 +214,43 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     """Address of h [M, N], 0 if it is not wanted; [M, 2N] before a gate."""
     var kind: Int32
     """Which activation."""
+    var kept: Int64
+    """Address of the largest magnitudes, 0 if they are not wanted."""
+    var keeps_one: Int32
+    """Whether that is one of all."""
+
+    def __init__(
+        out self,
+        before: Self.E,
+        pre_activation: Int64,
+        kind: Int32,
+        kept: Int64 = 0,
+        keeps_one: Bool = False,
+    ):
+        """Makes it of the other.
+
+        Args:
+            before: The other.
+            pre_activation: Address of h, or 0.
+            kind: Which activation.
+            kept: Address of the largest magnitudes, or 0.
+            keeps_one: Whether that is one of all.
+        """
+        self.before = before
+        self.pre_activation = pre_activation
+        self.kind = kind
+        self.kept = kept
+        self.keeps_one = Int32(keeps_one)
+
+    @doc_hidden
+    @always_inline
+    def maxima(self) -> Int64:
+        return self.kept
+
+    @doc_hidden
+    @always_inline
+    def has_one_maximum(self) -> Bool:
+        return self.keeps_one != 0
 
     @doc_hidden
     @always_inline

@@ -18,6 +18,7 @@ from torch.testing._internal.optests import opcheck
 import fused_norm as fn
 from fused_norm import recipes
 from fused_norm.activations import ACTIVATIONS, activated, activation_gradient, is_gate
+from fused_norm.ops import scaled_layers
 from fused_norm.ops.eight_bits import quantize
 from fused_norm.recipes import E4M3, Cast
 
@@ -117,12 +118,45 @@ def test_registration(activation: str, is_pair: bool, tmp_path: Path) -> None:
             how = ("row", "row", True, BF16, False, activation, keeps_h, keeps, keeps)
             forward = (matrix(M, K), given[0], none, given[1], *how)
             opcheck(ops.fp8_layers.default, forward, test_utils=OF_8_BITS)
+            opcheck(ops.fp8_layers.default, (*forward, None, None, True), test_utils=OF_8_BITS)
         for wanted in ([0, 1, 2], [0], [1], [2]):
             z, _, *rest = arguments(activation, is_pair, "rowwise", wanted)
             rows = quantize(z, Cast(E4M3, "row"), True, plain=False, transposed=True)
             for operands in ((z, None, *rest), (*rows, *rest)):
                 opcheck(ops.fp8_layers_backward.default, operands, test_utils=OF_8_BITS)
     assert ran
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+@pytest.mark.parametrize(("activation", "is_pair"), [("gelu", False), ("swiglu", True)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_activations_leave_their_maxima(
+    recipe: str,
+    activation: str,
+    is_pair: bool,
+    trains: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layer after an activation finds none that the product has left; bits stay the same."""
+    weights, biases = layers(activation, is_pair, True)
+    x, out = matrix(2, M // 2, K).requires_grad_(), matrix(K, N, seed=5).requires_grad_(trains)
+    inputs = [t for t in (x, out, *weights, *biases) if t.requires_grad]
+    given = (tuple(weights), tuple(biases)) if is_pair else (weights[0], biases[0])
+
+    def step() -> tuple[list[Tensor], int]:
+        with running(tmp_path) as ran:
+            y = fn.norm_mlp(x, *given, out, activation=activation, recipe=recipe)
+            found = [y.detach(), *torch.autograd.grad(y, inputs, matrix(*y.shape, seed=7))]
+        return found, [name for name, _ in ran].count("maxima")
+
+    expected, count = step()
+    # As if the tensors were on Hopper.
+    monkeypatch.setattr("fused_norm.ops.fp8.serves", lambda *_: True)
+    found, with_maxima = step()
+    assert count - with_maxima == (trains and recipe in ("rowwise", "tensorwise"))
+    for a, e in zip(found, expected, strict=True):
+        assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("recipe", SERVED)
@@ -188,3 +222,52 @@ def test_products_of_kernels(recipe: str, activation: str, is_pair: bool, rows: 
             assert decibels(a.cpu(), e.double()) > 45
         else:
             assert torch.equal(a.cpu().float(), e.float())
+
+
+def of_activation(activation: str, is_pair: bool, rows: int, features: int, scaling: str) -> Any:
+    """Return arguments of `fp8_layers` on a GPU that leave the maxima of an activation."""
+    count = 2 if is_pair else 1
+    size = 2 * features // count if is_gate(activation) else features
+    weights = [(matrix(size, K, seed=i) / 8).cuda() for i in range(count)]
+    biases = [matrix(size, seed=i).cuda() for i in range(count)]
+    how = (scaling, scaling, True, BF16, False, activation, True, False, False)
+    x = matrix(rows, K, seed=9).cuda()
+    return [x, weights, [None] * count, biases, *how, None, None, True]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize(("activation", "is_pair"), ALL)
+@pytest.mark.parametrize(("rows", "features"), [(40, 48), (513, 272), (4096, 1040), (129, 192)])
+def test_kernels_leave_maxima(
+    scaling: str, activation: str, is_pair: bool, rows: int, features: int
+) -> None:
+    given = of_activation(activation, is_pair, rows, features, scaling)
+    for special in (None, torch.inf, torch.nan):
+        if special is not None:
+            given[0][rows // 2, 3] = special
+        a, *_, maxima = torch.ops.fused_norm.fp8_layers(*given)
+        expected = scaled_layers.maxima_of(a, scaling).view(torch.int32)
+        bits = maxima.view(torch.int32)
+        # Of numbers that are none, any bits.
+        are_none = expected > 0x7F80
+        assert torch.equal(bits > 0x7F80, are_none)
+        assert torch.equal(bits[~are_none], expected[~are_none])
+        plain = torch.ops.fused_norm.fp8_layers(*given[:-1], False)
+        assert torch.equal(a.nan_to_num(7.0), plain[0].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize(("activation", "is_pair"), ALL)
+@pytest.mark.parametrize(("rows", "features"), [(40, 48), (513, 272), (4096, 1040)])
+def test_kernels_take_maxima(
+    scaling: str, activation: str, is_pair: bool, rows: int, features: int
+) -> None:
+    given = of_activation(activation, is_pair, rows, features, scaling)
+    a, *_, maxima = torch.ops.fused_norm.fp8_layers(*given)
+    out = [(matrix(K, features, seed=5) / 8).cuda()]
+    how = (scaling, scaling, True, BF16, False, "", False, True, True)
+    operands = (a, out, [None], [None], *how, None)
+    found = torch.ops.fused_norm.fp8_layers(*operands, maxima, False)
+    expected = torch.ops.fused_norm.fp8_layers(*operands, None, False)
+    for x, e in zip(found, expected, strict=True):
+        assert torch.equal(x.float(), e.float())

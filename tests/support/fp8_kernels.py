@@ -91,9 +91,13 @@ def maxima(call: Any) -> None:
     found = [bits_of_maxima(m, is_one, of_rows) for m in matrices]
     pitch = len(found[0]) + -len(found[0]) % 4
     for i, each in enumerate(found):
-        place = at(call.workspace + 4 * pitch * i, F32, len(each))
-        assert not place.any()
-        place.copy_(each)
+        keep(call.workspace + 4 * pitch * i, each)
+
+
+def keep(address: int, found: Tensor) -> None:
+    place = at(address, F32, len(found))
+    assert not place.any()
+    place.copy_(found)
 
 
 def quantize_by_maxima(call: Any) -> None:
@@ -198,7 +202,11 @@ def linear(call: Any) -> None:
     a = added(call, activated(name_of(call.activation), h))
     if not call.y_scale:
         store(call.y, a)
+        if call.workspace:
+            assert call.activation
+            keep(call.workspace, bits_of_maxima(a, bool(call.one_scale), True))
         return
+    assert not call.workspace
     assert not call.h
     assert is_gate(name_of(call.activation)) == bool(call.up)
     assert TYPES[call.eight_bits] is E4M3

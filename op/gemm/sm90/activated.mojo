@@ -66,17 +66,17 @@ def launch_activated[
     halves.addresses[1] = up
     var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
     if columns == FEW_ROWS:
-        comptime if E.quantizes:
-            # Where a pass quantizes few rows, it is not this that is called.
-            comptime first = ACTIVATED_SHAPES[0]
-            comptime narrow = SHAPES[first].columns
-            columns = narrow
-        else:
-            comptime parts = HALVES if E.is_gate else WHOLE
-            launch_few_rows_of_parts[dtype, False, parts](
-                gpu, Matrices(c), a, halves, product
-            )
-            return
+        # Where a pass quantizes few rows, it is not this that is called; and products of few rows keep no maxima.
+        comptime if not E.quantizes:
+            if epilogue.maxima() == 0:
+                comptime parts = HALVES if E.is_gate else WHOLE
+                launch_few_rows_of_parts[dtype, False, parts](
+                    gpu, Matrices(c), a, halves, product
+                )
+                return
+        comptime first = ACTIVATED_SHAPES[0]
+        comptime narrow = SHAPES[first].columns
+        columns = narrow
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         if columns == width:

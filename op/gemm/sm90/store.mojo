@@ -16,6 +16,7 @@ from .barriers import warp_sync
 from .boxes import Boxes
 from .config import Config
 from .elements import Elements, swizzle
+from .kept_maxima import KeptMaxima
 from .shared_memory import (
     pack_pair,
     shared_pair,
@@ -199,6 +200,16 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         half, or follow each eight of them."""
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_groups = Self.width // 8
+        var kept = KeptMaxima(
+            self.epilogue.maxima(),
+            self.epilogue.has_one_maximum(),
+            self.elements.m,
+            self.elements.n // UInt32(stride),
+            self.row,
+            self.lane,
+            0,
+            0,
+        )
         comptime for box in range(columns // stride // Self.width):
             var column = Int32(self.column) // Int32(stride) + Int32(
                 box * Self.width
@@ -239,6 +250,12 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
             self._store_box[dtype, 1, 0](
                 c_map, boxes.take(self.lane), column, activated
             )
+            comptime if Self.E.keeps_maxima:
+                if kept.maxima != 0:
+                    kept.see(activated, UInt32(column))
+        comptime if Self.E.keeps_maxima:
+            if kept.maxima != 0:
+                kept.keep_rows()
 
     @always_inline
     def store[

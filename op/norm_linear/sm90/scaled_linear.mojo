@@ -40,7 +40,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             multiples of 16, addresses too; the residual [M, N] only where z is e4m3, and without an activation. Its
             strategy is FUSED if z is of a pass queued just before, which waits for
             all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, a power of two that it is
-            filled with, y is e4m3, and z too.
+            filled with, y is e4m3, and z too; or the workspace is zeros that become maxima of y, as those of
+            `run_maxima`, or the one of all with one_scale.
 
     Raises:
         If the driver refuses.
@@ -183,8 +184,12 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
                 _launch_epilogue(
                     gpu,
                     call,
-                    Activated[Scaled[DType.bfloat16], gates](
-                        _scaled(call), Int64(call.h), kind
+                    Activated[Scaled[DType.bfloat16], gates, True](
+                        _scaled(call),
+                        Int64(call.h),
+                        kind,
+                        Int64(call.workspace),
+                        call.one_scale != 0,
                     ),
                 )
 
