@@ -31,6 +31,7 @@ WIDER_ROWS = ("tests/op/passes/test_passes.py", "-k", "modulation and float32")
 DTYPES = ("tests/models/test_dtypes.py", "-k", "mix and 3-eager or refuses")
 PROGRAMS = ("tests/ops/test_export.py", "-k", "trained")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
+KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "leave_their_maxima")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
     "-k",
@@ -647,5 +648,13 @@ MUTATIONS = (
         "else if (strides[i] != next) return 0;",
         "",
         MODULATIONS,
+    ),
+    Mutation(
+        "an activation keeps maxima of rows where the next layer takes one of all",
+        "cpu",
+        "fused_norm/chain/eight_bits_products.h",
+        "call.one_scale = !kept->cast.by_row();",
+        "call.one_scale = 0;",
+        KEPT_MAXIMA,
     ),
 )

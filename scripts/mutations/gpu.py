@@ -24,6 +24,7 @@ ADDED = ("tests/chain/test_linear_add.py", "-k", "product_adds_on_hopper and bfl
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
+KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
 GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
@@ -58,6 +59,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     LATE_RESIDUAL: (_EIGHT_BITS,),
     GATED_BITS: (_EIGHT_BITS,),
     STORED: (_EIGHT_BITS,),
+    KEPT_MAXIMA: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -310,5 +312,13 @@ MUTATIONS = (
         "            _overwrite(rows, box, scales)",
         "            pass",
         STORED,
+    ),
+    Mutation(
+        "an activation's maxima of columns are those of half of the rows",
+        "gpu",
+        f"{GEMM_SM90}/kept_maxima.mojo",
+        "comptime distance = UInt32(16 >> level)",
+        "comptime distance = UInt32(8 >> level)",
+        KEPT_MAXIMA,
     ),
 )
