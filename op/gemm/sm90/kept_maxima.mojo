@@ -41,21 +41,17 @@ struct KeptMaxima(TrivialRegisterPassable):
         column: UInt32,
     ):
         """Compares groups of eight columns, of which a lane has a pair of the upper row and one of the lower, and keeps
-        the maxima of columns. What is past the last row or column does not count."""
-        var left = Int32(self.n) - Int32(column + (self.lane & 3) * 2)
-        var upper_row = self.row + (self.lane >> 2)
-        var left_above = left if upper_row < self.m else 0
-        var left_below = left if upper_row + 8 < self.m else 0
+        the maxima of columns. Columns past the last one have zeros; rows past the last one do not count."""
+        var row = self.row + (self.lane >> 2)
+        var of_upper = MAGNITUDES if row < self.m else 0
+        var of_lower = MAGNITUDES if row + 8 < self.m else 0
         var words = StaticTuple[UInt32, groups](fill=0)
         comptime for group in range(groups):
             var four = fours[group]
-            var above = pack_pair[DType.bfloat16](four.slice[2]()) & MAGNITUDES
+            var above = pack_pair[DType.bfloat16](four.slice[2]()) & of_upper
             var below = (
-                pack_pair[DType.bfloat16](four.slice[2, offset=2]())
-                & MAGNITUDES
+                pack_pair[DType.bfloat16](four.slice[2, offset=2]()) & of_lower
             )
-            above = above if left_above > Int32(8 * group) else 0
-            below = below if left_below > Int32(8 * group) else 0
             self.upper = larger_halves(self.upper, above)
             self.lower = larger_halves(self.lower, below)
             words[group] = larger_halves(above, below)

@@ -14,6 +14,7 @@ from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from .addend import TileAddend
 from .barriers import warp_sync
 from .boxes import Boxes
+from .clear_vectors import clear_vectors
 from .config import Config
 from .elements import Elements, swizzle
 from .kept_maxima import KeptMaxima
@@ -210,6 +211,15 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
             0,
             0,
         )
+        comptime if Self.E.keeps_maxima:
+            if kept.maxima != 0:
+                comptime of_c = columns // stride
+                comptime assert in_halves or stride == 1
+                clear_vectors[Self.E, columns, stride, of_c](
+                    vectors,
+                    kept.n - self.column // UInt32(stride),
+                    self.lane,
+                )
         comptime for box in range(columns // stride // Self.width):
             var column = Int32(self.column) // Int32(stride) + Int32(
                 box * Self.width

@@ -11,8 +11,8 @@ from max.gpu.primitives import warp
 
 from ..activation import GELU, GELU_TANH, OTHERS, SILU, SMOOTH
 from ..epilogue import Epilogue
-from .barriers import warp_sync
 from .boxes import Boxes
+from .clear_vectors import clear_vectors
 from .config import CONSUMERS
 from .elements import swizzle
 from .half_gelu import (
@@ -124,7 +124,13 @@ def store_quantized[
 ):
     """Finishes, activates, rounds and stores the rows in 8 bits, box by box, and their scales. What is rounded to 16
     bits first has the bits of a product in these, quantized; a GELU with a given scale is computed in float16."""
-    _clear_vectors[columns, parts](rows, vectors)
+    # Columns past the last one, whose sums are 0, count among the largest magnitudes.
+    comptime matrices = 2 if parts in (HALVES, IN_TURN) else 1
+    clear_vectors[E, columns, matrices, Int(_of_c[parts](UInt32(columns)))](
+        vectors,
+        _of_c[parts](rows.elements.n) - _of_c[parts](rows.column),
+        rows.lane,
+    )
     var kind = rows.epilogue.activation()
     comptime may_be_half = not E.finds_scales and parts not in (HALVES, IN_TURN)
     # Without branches between them, special functions of some columns overlap with all else of others.
@@ -146,31 +152,6 @@ def store_quantized[
         _store[columns, parts, OTHERS](
             rows, sums, first_sums, vectors, boxes, c_map
         )
-
-
-@always_inline
-def _clear_vectors[
-    E: Epilogue, width: Int, any_columns: Bool, //, columns: Int, parts: Int
-](rows: TileRows[E, width, any_columns], vectors: UInt32):
-    """Zeroes what vectors have for columns past the last one, whose sums are 0: they count among the largest magnitudes.
-
-    Each warp does so for itself. A later copy to the same place follows the fence that it has before it sends a box.
-    """
-    comptime of_c = Int(_of_c[parts](UInt32(columns)))
-    comptime matrices = 2 if parts in (HALVES, IN_TURN) else 1
-    comptime first_size = size_of[E.vector_type(0)]()
-    var used = _of_c[parts](rows.elements.n) - _of_c[parts](rows.column)
-    if used >= UInt32(of_c):
-        return
-    for column in range(used + rows.lane, UInt32(of_c), 32):
-        comptime for i in range(E.vectors):
-            comptime for part in range(matrices):
-                comptime size = size_of[E.vector_type(i)]()
-                comptime first = i * columns * first_size + part * of_c * size
-                store_shared_element[E.vector_type(i)](
-                    vectors + UInt32(first) + column * UInt32(size), 0
-                )
-    warp_sync()
 
 
 @always_inline
