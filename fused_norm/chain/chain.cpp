@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "backward.h"
+#include "gradients.h"
 #include "eight_bits_layers.h"
 #include "family_ops.h"
 #include "row_ops.h"
