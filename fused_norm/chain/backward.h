@@ -72,9 +72,11 @@ class Backward {
   void write_to(const Tensors& homes) { homes_ = homes; }
 
   // Whether one kernel adds up what several weights, without an activation, give the gradient of the
-  // normalized rows, where that takes less time than to concatenate gradients. CPUs have none.
+  // normalized rows, where that takes less time than to concatenate gradients. CPUs have no such kernel,
+  // and need none.
   bool adds_up() const {
-    if (!wants_norm_ || t_[X].is_cpu()) return true;
+    if (!wants_norm_) return true;
+    if (!kernels_.product.input_gradients) return t_[X].is_cpu();
     if (dnorm_.defined() || t_.is_narrow() || spec_.invariant) return false;
     Group passed, summed;
     return planned_rows(passed, das_) ||

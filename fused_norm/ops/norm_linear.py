@@ -90,9 +90,8 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[_OPTIONS:])
     if all(g is None for g in grad_outputs):
         return (None,) * (_OPTIONS + len(needed))
-    if ctx.sizes is not None:
-        grad_outputs = _of_all_parts(grad_outputs, ctx.sizes)
-    spec, grads = with_sum(ctx.spec, grad_outputs) if ctx.adds_x else (ctx.spec, grad_outputs)
+    given = grad_outputs if ctx.sizes is None else _of_all_parts(grad_outputs, ctx.sizes)
+    spec, grads = with_sum(ctx.spec, given) if ctx.adds_x else (ctx.spec, given)
 
     def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         tensors = ctx.saved_tensors
@@ -115,11 +114,10 @@ def _of_all_parts(
     like = next((g for g in parts if g is not None), None)
     if like is None:
         return [None, *others]
+    rows = like.shape[:-1]
     pairs = zip(parts, sizes, strict=True)
-    return [
-        *(like.new_zeros((*like.shape[:-1], size)) if g is None else g for g, size in pairs),
-        *others,
-    ]
+    found = [like.new_zeros((*rows, size)) if g is None else g for g, size in pairs]
+    return [*found, *others]
 
 
 def with_sum(spec: Spec, grad_outputs: Sequence[Tensor | None]) -> tuple[Spec, list[Tensor | None]]:
