@@ -67,8 +67,7 @@ class Backward {
     wants_bias_ = any(NAMED + t.count());
   }
 
-  // Gives gradients memory that there is already, by place, undefined where there is none: those of
-  // weights and biases.
+  // Lets gradients of weights and biases be written to these tensors, by place; undefined for new memory.
   void write_to(const Tensors& homes) { homes_ = homes; }
 
   // Whether one kernel adds up what several weights, without an activation, give the gradient of the
