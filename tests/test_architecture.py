@@ -206,6 +206,7 @@ C_LAYERS = [
     ["grouped", "eight_bits"],
     ["forward"],
     ["backward"],
+    ["gradients"],
     ["family_ops"],
     ["row_ops"],
     ["eight_bits_products"],

@@ -67,6 +67,21 @@ class Backward {
     wants_bias_ = any(NAMED + t.count());
   }
 
+  // Lets gradients of weights and biases be written to these tensors, by place; undefined for new memory.
+  void write_to(const Tensors& homes) { homes_ = homes; }
+
+  // Whether one kernel adds up what several weights, without an activation, give the gradient of the
+  // normalized rows, where that takes less time than to concatenate gradients. CPUs have no such kernel,
+  // and need none.
+  bool adds_up() const {
+    if (!wants_norm_) return true;
+    if (!kernels_.product.input_gradients) return t_[X].is_cpu();
+    if (dnorm_.defined() || t_.is_narrow() || spec_.invariant) return false;
+    Group passed, summed;
+    return planned_rows(passed, das_) ||
+        planned_input_gradients(summed, das_, t_, extent_, kernels_);
+  }
+
   Gradients run() {
     // The second layer's weight needs what it read, if nothing was activated.
     if ((spec_.activation || wanted_[OUT_WEIGHT]) && products_.empty()) {
@@ -84,6 +99,10 @@ class Backward {
   Tensor& found(size_t place) { return result_.found[place]; }
   bool any(size_t first) const {
     return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
+  }
+  const Tensor& home(size_t place) const {
+    static const Tensor none;
+    return homes_.empty() ? none : homes_[place];
   }
   const Tensor& main_grad(size_t i) const {
     static const Tensor none;
@@ -307,24 +326,28 @@ class Backward {
       auto& dbias = found(NAMED + count + i);
       if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
       if (by_kernel[i]) {
-        dbias = empty(Shape{dhs_[i].size(1)}, dhs_[i]);
+        const auto& own = home(NAMED + count + i);
+        dbias = own.defined() ? own : empty(Shape{dhs_[i].size(1)}, dhs_[i]);
         by_kernel[i]->dbias = address(dbias);
       } else if (count == 1 && (dz.defined() || z.defined())) {
         sum = dbias = empty(Shape{extent_.N}, dhs_[i]);
       } else {
-        dbias = sum_of_rows(dhs_[i]);
+        dbias =
+            fused_norm::sum_of_rows(dense(dhs_[i]), kernels_.passes, home(NAMED + count + i));
       }
     }
     if (!is_passed && (dz.defined() || z.defined())) norm_backward(dz, z, sum);
     for (size_t i = 0; i < count; ++i) {
       if (!wanted_[NAMED + i]) continue;
       if (auto& call = by_kernel[i]) {
-        found(NAMED + i) = weight_gradient(*call, t_.weight(i), kernels_.product);
+        found(NAMED + i) =
+            weight_gradient(*call, t_.weight(i), kernels_.product, home(NAMED + i));
       } else if (main_grad(i).defined()) {
         found(NAMED + i) = dhs_[i];
         result_.z = z;
       } else {
-        found(NAMED + i) = weight_gradient_by_pytorch(whole_gradient(i), z, t_.weight(i));
+        found(NAMED + i) =
+            weight_gradient_by_pytorch(whole_gradient(i), z, t_.weight(i), home(NAMED + i));
       }
     }
   }
@@ -332,25 +355,32 @@ class Backward {
   // The normalized rows if one kernel computes the gradients of several weights and passes over their
   // rows, and so computes the norm's gradients; otherwise undefined.
   Tensor passed_rows() {
-    const auto& product = kernels_.product;
     const Tensor& x = t_[X];
+    Group parts;
+    auto call = planned_rows(parts, dhs_);
+    if (!call) return {};
+    allocate_results(*call);
+    const auto z = empty(Shape{extent_.M, extent_.K}, x);
+    call->dz = address(z);
+    const auto workspace = workspace_of(*call, x);
+    launch(kernels_.product.passed_rows, *call, x);
+    return z;
+  }
+
+  // The record of that kernel; nothing if there is none, or its plan declines.
+  std::optional<Call> planned_rows(Group& parts, const Tensors& dys) const {
+    const auto& product = kernels_.product;
     if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
         spec_.invariant || t_.is_narrow() || t_.has(Form::GROUPS) || dnorm_.defined()) {
-      return {};
+      return std::nullopt;
     }
     auto call = norm_call(spec_, t_, extent_, product.context);
     call.in_graph = kernels_.is_captured;
-    Group parts;
-    if (!give_gradients(call, parts, dhs_, t_)) return {};
+    if (!give_gradients(call, parts, dys, t_)) return std::nullopt;
     call.dx = WANTED;
     call.dsum = address(dsum_);
-    if (product.plan_passed_rows(&call) != 0 || call.strategy == DECLINED) return {};
-    allocate_results(call);
-    const auto z = empty(Shape{extent_.M, extent_.K}, x);
-    call.dz = address(z);
-    const auto workspace = workspace_of(call, x);
-    launch(product.passed_rows, call, x);
-    return z;
+    if (product.plan_passed_rows(&call) != 0 || call.strategy == DECLINED) return std::nullopt;
+    return call;
   }
 
   // The gradient of the normalized rows, in the dtype of x.
@@ -426,28 +456,10 @@ class Backward {
   const Tensors& main_grads_;
   const Kernels& kernels_;
   Gradients result_;
-  Tensors das_, dhs_, dbiases_;
+  Tensors das_, dhs_, dbiases_, homes_;
   mutable Tensors whole_;
   Tensor dsum_, dnorm_, a_;
   bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false;
 };
-
-// The gradients of a call by place. `given` are the gradients of its results.
-inline Gradients backward(
-    const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
-    const Tensors& given, const Wanted& wanted, const Tensors& main_grads,
-    const Kernels& kernels) {
-  const Operands aligned_t = spec.invariant ? with_aligned_rows(t) : t;
-  Tensors grads, ready;
-  for (const auto& g : given) grads.push_back(spec.invariant ? aligned(g) : dense(g));
-  for (const auto& h : products) ready.push_back(dense(h));
-  auto result =
-      Backward(spec, aligned_t, extent, ready, grads, wanted, main_grads, kernels).run();
-  auto& dx = result.found[X];
-  // Autograd would add the gradient of the norm to that of the sum.
-  const Tensor dsum = spec.returns_sum ? given[given.size() - 1 - spec.returns_norm] : Tensor();
-  if (dx.defined() && dsum.defined()) dx = laid_as_sum(dx, {dsum, dx});
-  return result;
-}
 
 }  // namespace fused_norm

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "backward.h"
+#include "gradients.h"
 #include "eight_bits_layers.h"
 #include "family_ops.h"
 #include "row_ops.h"
@@ -75,6 +75,16 @@ int chain_forward(
       extras[EXTRAS + i] = found.products[i].released();
     }
   });
+}
+
+// Hopper's products for calls of dense tensors on the current stream.
+const Product& product_on(int32_t dtype, int32_t device) {
+  Question question{};
+  question.dtype = dtype;
+  question.device = device;
+  question.stream = reinterpret_cast<int64_t>(current_stream(device));
+  question.is_alone = fused_norm::python.conditions(device) & 1;
+  return loaded(question).product;
 }
 
 int chain_backward(
@@ -151,16 +161,37 @@ EXPORTED void chain_set_frozen(int level) {
 EXPORTED int chain_adds(int32_t dtype, int32_t device, int64_t M, int64_t N, int64_t K) {
   bool adds = false;
   const int status = guarded([&] {
-    Question question{};
-    question.dtype = dtype;
-    question.device = device;
-    question.stream = reinterpret_cast<int64_t>(current_stream(device));
-    question.is_alone = fused_norm::python.conditions(device) & 1;
-    const auto& product = loaded(question).product;
+    const auto& product = product_on(dtype, device);
     auto call = rows_call(M, N, product.context);
     call.K = K;
     call.x = call.weight = call.bias = call.residual = WANTED;
     adds = product.plan_linear && product.plan_linear(&call) == 0 && call.strategy == FUSED;
+  });
+  return status == DONE && adds;
+}
+
+// Whether one kernel adds up the gradients of the normalized rows [M, K] of several Linear layers, of
+// aligned dense tensors; `passes` if it may also pass over these rows.
+EXPORTED int chain_adds_up(
+    int32_t dtype, int32_t device, int64_t M, int64_t K, const int64_t* sizes, int32_t count,
+    int32_t passes) {
+  bool adds = false;
+  const int status = guarded([&] {
+    const auto& product = product_on(dtype, device);
+    if (!product.input_gradients || count > MOST_PARTS) return;
+    std::array<Part, MOST_PARTS> parts{};
+    auto call = rows_call(M, 0, product.context);
+    call.K = K;
+    call.parts = parts.data();
+    call.dx = call.dz = WANTED;
+    for (int32_t i = 0; i < count; ++i) {
+      auto& part = parts[static_cast<size_t>(call.part_count++)];
+      call.N += part.N = sizes[i];
+      part.weight = part.dy = WANTED;
+    }
+    const auto is_planned = [&](auto plan) { return plan(&call) == 0 && call.strategy == FUSED; };
+    adds = is_planned(product.plan_input_gradients) ||
+        (passes && product.passed_rows && is_planned(product.plan_passed_rows));
   });
   return status == DONE && adds;
 }

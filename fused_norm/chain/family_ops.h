@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "backward.h"
+#include "gradients.h"
 
 namespace fused_norm {
 

@@ -92,22 +92,31 @@ inline bool give_gradients(Call& call, Group& parts, const Tensors& dys, const O
   return call.part_count > 1;
 }
 
-// That sum; none if the plan declines.
-inline Tensor grouped_input_gradients(
-    const Tensors& dys, const Operands& t, const Extent& extent, const Kernels& kernels) {
+// The record of that sum, of the parts in `parts`; nothing if the plan declines.
+inline std::optional<Call> planned_input_gradients(
+    Group& parts, const Tensors& dys, const Operands& t, const Extent& extent,
+    const Kernels& kernels) {
   const auto& product = kernels.product;
-  if (!product.input_gradients) return {};
+  if (!product.input_gradients) return std::nullopt;
   auto call = rows_call(extent.M, 0, product.context);
   call.K = extent.K;
   call.in_graph = kernels.is_captured;
-  Group parts;
   if (!give_gradients(call, parts, dys, t) || product.plan_input_gradients(&call) != 0 ||
       call.strategy == DECLINED) {
-    return {};
+    return std::nullopt;
   }
+  return call;
+}
+
+// That sum; none if the plan declines.
+inline Tensor grouped_input_gradients(
+    const Tensors& dys, const Operands& t, const Extent& extent, const Kernels& kernels) {
+  Group parts;
+  auto call = planned_input_gradients(parts, dys, t, extent, kernels);
+  if (!call) return {};
   const auto dz = empty(Shape{extent.M, extent.K}, t[X]);
-  call.dz = address(dz);
-  launch(product.input_gradients, call, dz);
+  call->dz = address(dz);
+  launch(kernels.product.input_gradients, *call, dz);
   return dz;
 }
 

@@ -211,9 +211,11 @@ inline std::optional<Call> planned_weight_gradient(
   return call;
 }
 
-// Runs that product: dW, shaped like the weight, and db if the record has its address.
-inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& product) {
-  const auto dweight = empty_like(weight);
+// Runs that product: dW, shaped like the weight, and db if the record has its address. dW has memory in
+// `home`, unless that is undefined.
+inline Tensor weight_gradient(
+    Call& call, const Tensor& weight, const Product& product, const Tensor& home = {}) {
+  const auto dweight = home.defined() ? home : empty_like(weight);
   call.dweight = address(dweight);
   const auto workspace = workspace_of(call, weight);
   launch(product.weight_gradient, call, weight);
@@ -221,9 +223,13 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
 }
 
 // dy^T z with PyTorch's product, laid out like the weight: autograd would copy another layout. dy may
-// have more columns than the weight has rows.
+// have more columns than the weight has rows, if dW has no home.
 inline Tensor weight_gradient_by_pytorch(
-    const Tensor& dy, const Tensor& z, const Tensor& weight) {
+    const Tensor& dy, const Tensor& z, const Tensor& weight, const Tensor& home = {}) {
+  if (home.defined()) {
+    mm(home, dy.transposed(), z);
+    return home;
+  }
   if (is_transposed(weight)) {
     const auto dweight = empty(Shape{weight.size(1), weight.size(0)}, weight);
     mm(dweight, z.transposed(), dy);
@@ -234,9 +240,9 @@ inline Tensor weight_gradient_by_pytorch(
   return dy.size(1) == weight.size(0) ? dweight : dweight.viewed(weight.sizes(), weight.strides());
 }
 
-// The sum of the rows of a dense matrix.
-inline Tensor sum_of_rows(const Tensor& rows, const Passes& passes) {
-  const auto sum = empty(Shape{rows.size(1)}, rows);
+// The sum of the rows of a dense matrix, in `home` unless that is undefined.
+inline Tensor sum_of_rows(const Tensor& rows, const Passes& passes, const Tensor& home = {}) {
+  const auto sum = home.defined() ? home : empty(Shape{rows.size(1)}, rows);
   auto call = rows_call(rows.size(0), rows.size(1), passes.context);
   call.da = address(rows);
   call.dbias = address(sum);

@@ -9,10 +9,12 @@ from torch.fx import Node
 
 from fused_norm.functional import linear_add, norm_linear, norm_mlp
 from fused_norm.models.activations import Activated
+from fused_norm.models.output_parts import OutputParts
 from fused_norm.models.readers import Product, Reading
 from fused_norm.models.timing import Replaced
+from fused_norm.ops.output_parts import norm_linear_in_parts
 
-CALLS = (norm_linear, norm_mlp, linear_add)
+CALLS = (norm_linear, norm_linear_in_parts, norm_mlp, linear_add)
 """The functions that are added to graphs."""
 
 
@@ -32,6 +34,7 @@ class FusedCall:
         passes_on: The norm's input, if later readers are to read it through the call: its backward
             then adds their gradients. Otherwise None.
         norm: The node that its normalized rows replace for other readers, or None.
+        parts: The parts in which its only output is read, if it returns them; otherwise None.
         recipe: The FP8 recipe, or None.
         precision: Its precision and the reason in words, `""` if FP8 was not requested.
     """
@@ -42,6 +45,7 @@ class FusedCall:
     returns_sum: bool = False
     passes_on: Node | None = None
     norm: Node | None = None
+    parts: OutputParts | None = None
     recipe: str | None = None
     precision: str = ""
 
@@ -60,6 +64,8 @@ class FusedCall:
         """Return the nodes that its outputs replace."""
         if self.activated is not None:
             return [self.activated.out]
+        if self.parts is not None:
+            return [picked.node for picked in self.parts.picked]
         return [product.out for product in self.reading.products]
 
     def products(self) -> list[Product]:
@@ -83,6 +89,7 @@ class FusedCall:
             parts += ["residual after"] * (self.activated.residual is not None)
         else:
             parts.append(f"{len(self.reading.products)} Linear")
+            parts += [f"in {len(self.parts.sizes)} parts"] if self.parts is not None else []
         return f"{'norm_mlp' if is_mlp else 'norm_linear'}: {', '.join(parts)}"
 
 

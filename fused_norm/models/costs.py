@@ -14,7 +14,7 @@ from fused_norm.ops.operands import hint
 
 _VIEWS = {
     *("view", "permute", "transpose", "t", "getitem", "select", "slice", "expand", "chunk"),
-    "split",
+    *("split", "unbind", "narrow"),
 }
 
 

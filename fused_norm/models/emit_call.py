@@ -22,6 +22,7 @@ from fused_norm.models.values import dtype, is_single, shape, value
 from fused_norm.models.views import inverse
 from fused_norm.norms import LAYER_NORM
 from fused_norm.ops.autocast import cast, dtype_of_products
+from fused_norm.ops.output_parts import norm_linear_in_parts
 
 
 def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
@@ -92,6 +93,10 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
         target = norm_mlp
         arguments += [upright(second), second.bias]
         options["residual_out"] = activated.residual
+    if call.parts is not None:
+        target = norm_linear_in_parts
+        arguments.append(call.parts.sizes)
+        del options["recipe"]
     defaults = {"normalization": LAYER_NORM, "weight_offset": 0.0}
     kwargs = {
         name: each
@@ -102,16 +107,18 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     old = call.results()
     extras = [call.total[2]] * call.returns_sum if call.total is not None else []
     extras += [node for node in (call.passes_on, call.norm) if node is not None]
-    rest: list[Node] = []
-    if extras:
-        first = emit(operator.getitem, result, 0)
-        rest = [emit(operator.getitem, result, i + 1) for i in range(len(extras))]
-        result = first
-        if call.norm is not None and call.norm is not reading.source:
-            for view in reversed(reading.views):
-                rest[-1] = emit(torch.permute, rest[-1], inverse(view))
-    new = [result]
-    if len(old) > 1:
+    new, rest = [result], list[Node]()
+    if extras or call.parts is not None:
+        count = 1 if call.parts is None else len(call.parts.sizes)
+        items = [emit(operator.getitem, result, i) for i in range(count + len(extras))]
+        new, rest = items[:count], items[count:]
+        result = items[0]
+    if rest and call.norm is not None and call.norm is not reading.source:
+        for view in reversed(reading.views):
+            rest[-1] = emit(torch.permute, rest[-1], inverse(view))
+    if call.parts is not None:
+        new = call.parts.results(new, emit)
+    elif len(old) > 1:
         new = [emit(operator.getitem, result, i) for i in range(len(old))]
     pairs = list(zip([*old, *extras], [*new, *rest], strict=True))
     if any(value(node).requires_grad for node, _ in pairs):

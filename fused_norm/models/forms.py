@@ -68,6 +68,7 @@ _OPS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "clone": ("input", (torch.clone,)),
     "chunk": ("input chunks dim", (torch.chunk,)),
     "split": ("input split_size dim", (torch.split,)),
+    "narrow": ("input dim start length", (torch.narrow,)),
     "unbind": ("input dim", (torch.unbind,)),
     "cat": ("tensors dim", (torch.cat, torch.concat)),
     "stack": ("tensors dim", (torch.stack,)),

@@ -23,6 +23,7 @@ from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
+from fused_norm.models.output_parts import find_parts
 from fused_norm.models.place import place_of
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, Reading, residual_of
@@ -104,6 +105,7 @@ class Rewriter:
         """Emit calls into the graph; return them, the replaced nodes, and the result for each."""
         calls = self._calls(norm, readers, less)
         dead = set(norm.inner).union(*(call.inner() for call in calls))
+        dead = dead.union(*(call.parts.inner for call in calls if call.parts is not None))
         self.emitter.made.clear()
         swaps: list[tuple[Node, Node]] = []
         x = norm.x
@@ -151,6 +153,13 @@ class Rewriter:
         for call in calls:
             for _ in range(less):
                 call.activated = call.activated and call.activated.simpler
+            products = call.products()
+            # A call that fits nowhere returns its output as a whole.
+            if less == 0 and call.activated is None and len(products) == 1:
+                is_modulated = call.reading.modulation is not None
+                recipe = self.precision.of_call(products)[0]
+                if recipe is None:
+                    call.parts = find_parts(products[0], norm.x, is_modulated, self.flow)
         if first.total is not None:
             gone = norm.inner | first.inner()
             first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)

@@ -33,7 +33,7 @@ def column_after(node: Node, source: Node, column: int) -> int | None:
     before, after = shape(source), shape(node)
     last = len(after) - 1
     if is_permutation(node):
-        return _order(node, len(before)).index(column)
+        return order_of(node, len(before)).index(column)
     if f.kind == "roll":
         dims = f["dims"] if isinstance(f["dims"], (tuple, list)) else (f["dims"],)
         keeps = all(d is not None and d % len(before) != column for d in dims)
@@ -54,12 +54,17 @@ def is_permutation(node: Node) -> bool:
 
 def inverse(node: Node) -> list[int]:
     """Return the order of dimensions that reverts a permutation."""
-    order = _order(node, value(node).dim())
+    order = order_of(node, value(node).dim())
     return [order.index(dim) for dim in range(len(order))]
 
 
-def _order(node: Node, rank: int) -> list[int]:
-    """Return which dimension of its input each dimension of a permutation is."""
+def order_of(node: Node, rank: int) -> list[int]:
+    """Return which dimension of its input each dimension of a permutation is.
+
+    Args:
+        node: The permutation.
+        rank: Its number of dimensions.
+    """
     f = form(node)
     order = list(range(rank))
     if f.kind == "transpose":

@@ -79,6 +79,7 @@ def checked_call(
     options: Sequence[Any],
     owners: Sequence[Tensor | None] | None = None,
     recipe: str | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Check the options of a call and compute it, without the node.
 
@@ -88,6 +89,8 @@ def checked_call(
         options: All options, in the order of OPTIONS.
         owners: Parameters that have a `main_grad`.
         recipe: The FP8 recipe, or None.
+        sizes: The features of parts in which the output of one Linear layer without an activation
+            is returned; None for a single tensor. Without owners and recipe.
 
     Raises:
         ValueError: If an option is unknown or does not fit the weights, or statistics belong to
@@ -118,7 +121,9 @@ def checked_call(
         recompute,
         is_batch_invariant(),
     )
-    if recipe is None:
+    if sizes is not None:
+        results = norm_linear_ops.call_in_parts(spec, t, sizes)
+    elif recipe is None:
         results = norm_linear_ops.call(spec, t, owners)
     else:
         results = fp8.call(spec, t, recipe, owners)

@@ -36,19 +36,19 @@ _NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
 _LAST = NAMED.index("out_residual")
 _GAMMA = NAMED.index("gamma")
 # The arguments of the autograd function before the tensors.
-_OPTIONS = 3
+_OPTIONS = 4
 
 
 class NormLinear(torch.autograd.Function):
     """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
     The first arguments are the spec, for each weight None or a Parameter whose `main_grad` gets the
-    gradient instead, and whether x is added to the output, too. The others are tensors in the order
-    of `flat`.
+    gradient instead, whether x is added to the output, too, and the sizes of the parts in which the
+    only output is returned, or None. The others are tensors in the order of `flat`.
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, owners: Any, adds_x: bool, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: Spec, owners: Any, adds_x: bool, sizes: Any, *tensors: Any) -> Any:
         """Return the outputs, then the sum and the normalized rows if they are results."""
         t = unflat(tensors)
         if adds_x:
@@ -69,7 +69,9 @@ class NormLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat(saved), *results.products)
         ctx.spec, ctx.owners, ctx.adds_x, ctx.count = spec, owners, adds_x, len(tensors)
-        return _results(results, spec, t)
+        ctx.sizes = sizes
+        found = _results(results, spec, t)
+        return found if sizes is None else (*found[0].split(sizes, -1), *found[1:])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
@@ -88,7 +90,8 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[_OPTIONS:])
     if all(g is None for g in grad_outputs):
         return (None,) * (_OPTIONS + len(needed))
-    spec, grads = with_sum(ctx.spec, grad_outputs) if ctx.adds_x else (ctx.spec, grad_outputs)
+    given = grad_outputs if ctx.sizes is None else _of_all_parts(grad_outputs, ctx.sizes)
+    spec, grads = with_sum(ctx.spec, given) if ctx.adds_x else (ctx.spec, given)
 
     def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         tensors = ctx.saved_tensors
@@ -96,6 +99,25 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
 
     found = gradients(spec, ctx.owners, saved, grads, needed)
     return (*(None,) * _OPTIONS, *found)
+
+
+def _of_all_parts(
+    grad_outputs: Sequence[Tensor | None], sizes: Sequence[int]
+) -> list[Tensor | None]:
+    """Return gradients of parts of an output, zeros for those that nothing depends on.
+
+    Args:
+        grad_outputs: The gradients of the parts, then those of other results.
+        sizes: The features of each part.
+    """
+    parts, others = grad_outputs[: len(sizes)], grad_outputs[len(sizes) :]
+    like = next((g for g in parts if g is not None), None)
+    if like is None:
+        return [None, *others]
+    rows = like.shape[:-1]
+    pairs = zip(parts, sizes, strict=True)
+    found = [like.new_zeros((*rows, size)) if g is None else g for g, size in pairs]
+    return [*found, *others]
 
 
 def with_sum(spec: Spec, grad_outputs: Sequence[Tensor | None]) -> tuple[Spec, list[Tensor | None]]:
@@ -188,7 +210,7 @@ def _computed(
             raise RuntimeError(
                 "batch_invariant() has no derivatives of gradients, nor many at once"
             )
-        return composition.gradients(spec, t, grad_outputs, wanted)
+        return composition.gradients(spec, t, ops.joined(spec, t, grad_outputs), wanted)
     if is_compiling():
         # Inductor writes them so; the op would copy others alone.
         grad_outputs = [g if g is None else g.contiguous() for g in grad_outputs]
@@ -269,7 +291,30 @@ def passes_x_on(t: Operands) -> bool:
     return is_traced and t.x.requires_grad and may_follow() and not has_dtensor(flat(t))
 
 
-def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
+def call_in_parts(spec: Spec, t: Operands, sizes: Sequence[int]) -> list[Tensor]:
+    """Compute a call of one Linear layer; return its output in parts, then its other results.
+
+    The parts are views of the output. Their gradients are not concatenated to that of the output
+    where a kernel reads them as they are.
+
+    Args:
+        spec: What to compute, without an activation.
+        t: The tensors.
+        sizes: The features of each part, two or more.
+    """
+    found = call(spec, t, sizes=tuple(sizes))
+    if len(found) == 1 + spec.returns_sum + spec.returns_norm:
+        found[:1] = found[0].split(list(sizes), -1)
+    return found
+
+
+def call(
+    spec: Spec,
+    t: Operands,
+    owners: Any = None,
+    is_recorded: bool = False,
+    sizes: tuple[int, ...] | None = None,
+) -> list[Tensor]:
     """Compute a call; PyTorch's ops take what no kernel serves, including invalid calls.
 
     Args:
@@ -277,11 +322,13 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
         t: The tensors.
         owners: For each weight the Parameter whose `main_grad` gets its gradient, or None.
         is_recorded: Whether a running profiler has recorded the call.
+        sizes: Those of the parts in which the only output is returned if an autograd function
+            records the call; None for one output.
     """
     if not is_recorded and is_profiled():
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
         with record_function(f"fused_norm::{name}"):
-            return call(spec, t, owners, True)
+            return call(spec, t, owners, True, sizes)
     may_be_bound = owners is None and not (spec.batch_invariant or is_watched())
     if may_be_bound and _is_left(t):
         return composition.compute(spec, t)
@@ -320,7 +367,7 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
         adds_x = ready.out_residual is ready.x and not has_sum(ready)
         if adds_x:
             tensors = flat(ready._replace(out_residual=None))
-        options = (spec._replace(returns_sum=is_sum), owners, adds_x)
+        options = (spec._replace(returns_sum=is_sum), owners, adds_x, sizes)
         found = list(apply(*options, *each_once(tensors)))
         if is_sum and not spec.returns_sum:
             found.pop(-2 if spec.returns_norm else -1)

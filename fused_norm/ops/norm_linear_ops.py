@@ -136,13 +136,32 @@ def _forward_by_python(*arguments: Any) -> list[Tensor]:
     return folded(spec, t, keeps, arguments)
 
 
+def joined(
+    spec: Spec, t: Operands, grad_outputs: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of a call's results, where those of parts of an output are concatenated.
+
+    Args:
+        spec: What was computed.
+        t: The tensors.
+        grad_outputs: The gradients of the results; of one Linear layer's output possibly several,
+            each of consecutive features.
+    """
+    count = len(grad_outputs) - spec.returns_sum - spec.returns_norm
+    if count <= len(t.weights):
+        return grad_outputs
+    parts = [g for g in grad_outputs[:count] if g is not None]
+    return [torch.cat(parts, -1), *grad_outputs[count:]]
+
+
 def _backward_by_python(*arguments: Any) -> list[Tensor]:
     """Compute the gradients of a call with empty tensors."""
     *others, _, grad_outputs, wanted = arguments
     t, spec, _ = unpacked((*others, False))
     if not is_empty(t):
         raise RuntimeError(f"fused_norm has no kernels at hand for {t.x.dtype} on {t.x.device}")
-    found = composition.gradients(spec, t, grad_outputs, flags_of(wanted, len(flat(t))))
+    grads = joined(spec, t, grad_outputs)
+    found = composition.gradients(spec, t, grads, flags_of(wanted, len(flat(t))))
     return [g for g in (found[place] for place in wanted) if g is not None]
 
 
