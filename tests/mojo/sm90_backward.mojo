@@ -1,12 +1,13 @@
-"""Prints which wgrad products are planned on Hopper, without a GPU.
+"""Prints which products of backwards are planned on Hopper, without a GPU.
 
 The first argument is a file of what strategies cost in bfloat16. For each group of three after it, M, K and N, a line:
-whether our product is taken for dW, without db and with it.
+whether our product is taken for dW, without db and with it; and whether those of dz and dW are PyTorch's, likewise.
 """
 
 from std.sys import argv
 
 from op.call import Call
+from op.norm_linear.sm90.backward_plan import is_too_wide
 from op.norm_linear.sm90.linear_backward import weight_gradient_pays
 
 from costs_file import CostsFile
@@ -22,7 +23,8 @@ def main() raises:
         call.K = Int(numbers[i + 1])
         call.N = Int(numbers[i + 2])
         var alone = weight_gradient_pays[DType.bfloat16](call, costs)
+        var wide = is_too_wide(call)
         call.dbias = 1
         var both = weight_gradient_pays[DType.bfloat16](call, costs)
-        print(Int(alone), Int(both))
+        print(Int(alone), Int(both), Int(wide), Int(is_too_wide(call)))
     _ = file^

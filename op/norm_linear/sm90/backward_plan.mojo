@@ -21,6 +21,9 @@ from .workspace import PART
 # graph, otherwise on the host, where that takes some tens of microseconds.
 comptime _FEW_PRODUCTS = 50_000_000
 comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
+# With more outputs, PyTorch's products and a pass take 0.97 to 0.98 of the time (docs/hopper-log.md, "The pass in the kernel
+# of the product").
+comptime _MOST_OUTPUTS = 12288
 
 
 struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
@@ -82,6 +85,19 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         self.workspace_bytes = self.partial + partial
 
 
+def is_too_wide(call: Call) -> Bool:
+    """Tells whether a layer has so many outputs that PyTorch's products are faster by more than our kernels save.
+
+    Args:
+        call: The sizes; db has an address, any but 0, if it is wanted: a pass of its own without these kernels, as is what
+            accumulates dW.
+
+    Returns:
+        Whether it has.
+    """
+    return call.N > _MOST_OUTPUTS and call.dbias == 0 and call.accumulate == 0
+
+
 def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the strategy of a backward and the bytes of its workspace.
 
@@ -103,7 +119,7 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         )
         # Either both products are as fast as cuBLAS's, or they are so small that it does not matter.
         if call.M * call.N * call.K <= few or (
-            plan.tiling.fills() and plan.split.pays
+            plan.tiling.fills() and plan.split.pays and not is_too_wide(call)
         ):
             call.strategy = FUSED
             call.workspace_bytes = plan.workspace_bytes
