@@ -10,15 +10,25 @@ from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import align_up, ceildiv
-from std.memory import bitcast, stack_allocation
-from std.sys import inlined_assembly
+from std.memory import stack_allocation
 from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
 from ..gemm.activation import GATED, Backward
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
-from .words import LOAD, Four, Words, at, high_halves, load_words, low_halves
+from .words import (
+    LOAD,
+    Words,
+    at,
+    high_halves,
+    keep_largest,
+    larger_half,
+    larger_halves,
+    load_words,
+    low_halves,
+    rounded_words,
+)
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -94,42 +104,6 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
 
 
 @always_inline
-def _keep_largest(address: Int64, index: Int, bits: UInt32):
-    """Writes a maximum in place."""
-    inlined_assembly[
-        "red.relaxed.gpu.global.max.u32 [$0], $1;",
-        NoneType,
-        constraints="l,r,~{memory}",
-    ](UInt64(address + Int64(4 * index)), bits)
-
-
-@always_inline
-def _largest(a: UInt32, b: UInt32) -> UInt32:
-    """Returns the larger one of either half."""
-    return inlined_assembly[
-        "max.u16x2 $0, $1, $2;",
-        UInt32,
-        constraints="=r,r,r",
-        has_side_effect=False,
-    ](a, b)
-
-
-@always_inline
-def _either_half(bits: UInt32) -> UInt32:
-    return max(bits & 0xFFFF, bits >> 16)
-
-
-@always_inline
-def _rounded(low: Four, high: Four) -> Words:
-    var words = Words(0)
-    comptime for i in range(LOAD // 2):
-        words[i] = bitcast[DType.uint32, 1](
-            SIMD[DType.float32, 2](low[i], high[i]).cast[DType.bfloat16]()
-        )
-    return words
-
-
-@always_inline
 def _gradient[
     gates: Bool
 ](kind: Int32, da: Words, h: Words, up: Words) -> StaticTuple[Words, 2]:
@@ -141,13 +115,13 @@ def _gradient[
         var low = Both(kind, low_halves(h), low_da * low_halves(up))
         var high = Both(kind, high_halves(h), high_da * high_halves(up))
         return StaticTuple[Words, 2](
-            _rounded(low.dh, high.dh),
-            _rounded(low_da * low.a, high_da * high.a),
+            rounded_words(low.dh, high.dh),
+            rounded_words(low_da * low.a, high_da * high.a),
         )
     else:
         var low = Both(kind, low_halves(h), low_da)
         var high = Both(kind, high_halves(h), high_da)
-        return StaticTuple[Words, 2](_rounded(low.dh, high.dh), Words(0))
+        return StaticTuple[Words, 2](rounded_words(low.dh, high.dh), Words(0))
 
 
 def maxima_kernel[
@@ -226,26 +200,28 @@ def maxima_kernel[
             comptime for part in range(halves):
                 values[part] &= Words(0x7FFF7FFF)
                 comptime for j in range(LOAD // 2):
-                    most[part][j] = _largest(most[part][j], values[part][j])
+                    most[part][j] = larger_halves(
+                        most[part][j], values[part][j]
+                    )
             if one_scale == 0 and of_rows != 0:
                 # That of one half in the lower bits, of the other in the upper ones.
                 var bits = UInt32(0)
                 comptime for part in range(halves):
                     var four = values[part]
-                    bits |= _either_half(
-                        _largest(
-                            _largest(four[0], four[1]),
-                            _largest(four[2], four[3]),
+                    bits |= larger_half(
+                        larger_halves(
+                            larger_halves(four[0], four[1]),
+                            larger_halves(four[2], four[3]),
                         )
                     ) << UInt32(16 * part)
                 comptime for distance in [1, 2, 4]:
-                    bits = _largest(
+                    bits = larger_halves(
                         bits, warp.shuffle_xor(bits, UInt32(distance))
                     )
                 if thread % ACROSS == 0 and row + i * _DOWN < Int(m):
                     var place = Int(own) + row + i * _DOWN
                     comptime for part in range(halves):
-                        _keep_largest(
+                        keep_largest(
                             maxima,
                             place + part * Int(rows_of_half),
                             bits >> UInt32(16 * part) & 0xFFFF,
@@ -305,7 +281,7 @@ def _keep_columns(given: Words, maxima: Int64, k: Int, one_scale: Bool):
     # Over the four rows of a warp, then over the warps.
     comptime for distance in [ACROSS, 2 * ACROSS]:
         comptime for i in range(own):
-            most[i] = _largest(
+            most[i] = larger_halves(
                 most[i], warp.shuffle_xor(most[i], UInt32(distance))
             )
     var room = stack_allocation[
@@ -325,17 +301,17 @@ def _keep_columns(given: Words, maxima: Int64, k: Int, one_scale: Bool):
         return
     var pair = UInt32(0)
     comptime for i in range(THREADS // 32):
-        pair = _largest(
+        pair = larger_halves(
             pair, room.unsafe_offset(i * words + thread).unsafe_load()
         )
     if not one_scale:
         var column = Int(block_idx.x) * TILE_COLUMNS + 2 * thread
         if column < k:
-            _keep_largest(maxima, column, pair & 0xFFFF)
-            _keep_largest(maxima, column + 1, pair >> 16)
+            keep_largest(maxima, column, pair & 0xFFFF)
+            keep_largest(maxima, column + 1, pair >> 16)
         return
-    var bits = _either_half(pair)
+    var bits = larger_half(pair)
     comptime for i in range(5):
         bits = max(bits, warp.shuffle_xor(bits, UInt32(1 << i)))
     if thread == 0:
-        _keep_largest(maxima, 0, bits)
+        keep_largest(maxima, 0, bits)

@@ -1,7 +1,8 @@
-"""Numbers of 16 bits that a thread loads together, as words of two."""
+"""Numbers of 16 bits that a thread loads together, as words of two, and the largest of them."""
 
 from max.gpu.memory import AddressSpace
 from std.memory import bitcast
+from std.sys import inlined_assembly
 
 comptime LOAD = 8
 """Elements that a thread loads together."""
@@ -74,3 +75,91 @@ def high_halves(words: Words) -> Four:
         The numbers.
     """
     return bitcast[DType.float32, 4](words & Words(0xFFFF0000))
+
+
+@always_inline
+def rounded_words(low: Four, high: Four) -> Words:
+    """Rounds numbers to bfloat16.
+
+    Args:
+        low: The first number of each pair.
+        high: The second number of each.
+
+    Returns:
+        The pairs.
+    """
+    var words = Words(0)
+    comptime for i in range(LOAD // 2):
+        words[i] = bitcast[DType.uint32, 1](
+            SIMD[DType.float32, 2](low[i], high[i]).cast[DType.bfloat16]()
+        )
+    return words
+
+
+@always_inline
+def larger_halves(a: UInt32, b: UInt32) -> UInt32:
+    """Compares two pairs of 16 bits, as the bits of magnitudes are compared.
+
+    Args:
+        a: One pair.
+        b: The other pair.
+
+    Returns:
+        The larger one of either half.
+    """
+    return inlined_assembly[
+        "max.u16x2 $0, $1, $2;",
+        UInt32,
+        constraints="=r,r,r",
+        has_side_effect=False,
+    ](a, b)
+
+
+@always_inline
+def larger_half(bits: UInt32) -> UInt32:
+    """Compares the halves of a pair.
+
+    Args:
+        bits: The pair.
+
+    Returns:
+        The larger one.
+    """
+    return max(bits & 0xFFFF, bits >> 16)
+
+
+@always_inline
+def keep_largest(address: Int64, index: Int, bits: UInt32):
+    """Replaces a number in global memory by a larger one, whoever else does the same.
+
+    Args:
+        address: Where the first number is.
+        index: Which one.
+        bits: What it is at least.
+    """
+    inlined_assembly[
+        "red.relaxed.gpu.global.max.u32 [$0], $1;",
+        NoneType,
+        constraints="l,r,~{memory}",
+    ](UInt64(address + Int64(4 * index)), bits)
+
+
+@always_inline
+def used_from_here(words: Words) -> Words:
+    """Returns the same words, which no code before this widens.
+
+    The compiler widens numbers once for all that use them, and out of a loop if it can. That takes twice the registers, and
+    may have a block wait for these words before it reads what comes next.
+
+    Args:
+        words: Pairs of numbers.
+
+    Returns:
+        The same.
+    """
+    var same = words
+    comptime for j in range(LOAD // 2):
+        same[j] = inlined_assembly[
+            "mov.b32 $0, $1;", UInt32, constraints="=r,r"
+        ](words[j])
+    return same
