@@ -8,16 +8,17 @@
 namespace fused_norm {
 
 // Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
-// two. One layer without an activation may add a residual. Then what a backward needs: the input of the
-// activation, and the transposed rows and weights.
+// two. Rows with scales are in 8 bits already. One layer without an activation may add a residual. Then
+// what a backward needs: the input of the activation, and the transposed rows and weights.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
     bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights,
-    Optional residual) {
+    Optional residual, Optional z_scale) {
   const auto run = [&] {
     const auto given = tensor_of(z);
-    require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
+    require_kernels(is_bfloat16(dtype) && given.dim());
+    require_kernels(given.dtype() == (z_scale ? E4M3 : BFLOAT16) && !(z_scale && keeps_rows));
     require_kernels(given.numel());
     const auto added = dense(tensor_of(residual));
     require_kernels(
@@ -30,9 +31,10 @@ inline Handles fp8_layers(
     const auto& kernels = eight_bits_of(given);
     const auto whole = dense(given).rows();
     Rooms rooms;
-    rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
+    if (!z_scale) rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
     expect_weights(weights, weight_scales, by, keeps_weights, rooms);
-    const auto rows = quantized(whole, cast, true, keeps_rows, kernels, rooms);
+    const auto rows = z_scale ? Quantized{{whole, tensor_of(*z_scale), cast.by_block()}, {}}
+                              : quantized(whole, cast, true, keeps_rows, kernels, rooms);
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
         weights, weight_scales, biases, given, by, kernels, rooms,
@@ -57,7 +59,7 @@ inline Handles fp8_layers(
   return by_kernels(
       run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
       weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows, keeps_weights,
-      residual);
+      residual, z_scale);
 }
 
 // What the gradients of layers are computed from, and how.

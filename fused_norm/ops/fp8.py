@@ -19,6 +19,7 @@ from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.hidden_scale import has_bound
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import added
+from fused_norm.ops.normed_linears import NormedLinears, is_normed
 from fused_norm.ops.operands import fits
 from fused_norm.ops.registration import is_compiling, is_exporting
 from fused_norm.ops.rounding import RoundedToOdd
@@ -87,6 +88,21 @@ def call(
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
+    def normed_layers(
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: str,
+        is_joined: bool,
+    ) -> list[Tensor]:
+        pairs = zip(weights, biases, strict=True)
+        bs = [_as_in_linear(x, w, b, None, power_of_two)[1] for w, b in pairs]
+        norm = (spec.normalization, spec.eps, spec.weight_offset)
+        is_one = _is_one(activation, weights, biases, is_joined)
+        how = (norm, recipe, power_of_two, activation if is_one else "")
+        products = [*NormedLinears.apply(x, t.gamma, t.beta, *how, *weights, *bs)]
+        return products if is_one else after_products(products, activation, is_joined)
+
     def layers(
         z: Tensor,
         weights: Sequence[Tensor],
@@ -96,21 +112,36 @@ def call(
         residual: Tensor | None = None,
     ) -> list[Tensor]:
         how = (recipe, power_of_two)
-        is_one = len(weights) == 1 or (is_joined and _is_gate_of_two(activation, weights, biases))
-        if activation and is_one and not any(map(quantized.is_quantized, weights)):
+        is_one = _is_one(activation, weights, biases, is_joined)
+        if is_one and not any(map(quantized.is_quantized, weights)):
             return _multiplied(z, weights, biases, *how, activation)
         products = _multiplied(z, weights, biases, *how, residual=residual)
         return after_products(products, activation, is_joined)
 
+    is_plain = not is_cast and not is_exporting() and not any(map(quantized.is_quantized, weights))
+    if is_plain and _is_recorded(t) and is_normed(spec, t, how):
+        return composition.compute(spec, t, layers, normed_layers)
     return composition.compute(spec, t, layers)
+
+
+def _is_one(
+    activation: str, weights: Sequence[Tensor], biases: Sequence[Tensor | None], is_joined: bool
+) -> bool:
+    """Return whether one op computes layers and their activation."""
+    is_gate_of_two = is_joined and _is_gate_of_two(activation, weights, biases)
+    return bool(activation) and (len(weights) == 1 or is_gate_of_two)
+
+
+def _is_recorded(t: Operands) -> bool:
+    """Return whether autograd records a call."""
+    tensors = [v for v in composition.flat(t) if v is not None]
+    return torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
 
 
 def _is_fused(spec: Spec, t: Operands) -> bool:
     """Return whether a call needs no gradient, and the ops support all of it after a norm."""
-    tensors = [v for v in composition.flat(t) if v is not None]
-    follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
     return (
-        not follows
+        not _is_recorded(t)
         and first(t, "groups", "statistics") is None
         and not spec.returns_norm
         and fits(spec, t)

@@ -36,6 +36,7 @@ def _layers(
     keeps_rows: bool,
     keeps_weights: bool,
     residual: Tensor | None = None,
+    z_scale: Tensor | None = None,
 ) -> list[Tensor]:
     if frozen.is_any() and any(own is None for own in weight_scales):
         by, are_kept = (weights, weight_scales, weight_scaling, power_of_two), False
@@ -47,23 +48,25 @@ def _layers(
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
         keeps = (keeps_h, keeps_rows, False)
         operands = (z, given, scales, [*biases])
-        found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual)
+        found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual, z_scale)
         if keeps_weights and not is_new:
             # Results of an op may not share memory.
             kept: Any = in_8_bits(*by, transposed=True)
             qs, own = ([v.clone() for v in each] for each in kept[:2])
         if keeps_weights:
             for q, scale in zip(qs, own, strict=True):
-                found += _spread(q, scale, weight_scaling)
+                found += spread_scales(q, scale, weight_scaling)
         return found
     if not z.numel():
         last: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
         last += [keeps_h, keeps_rows, keeps_weights]
         return _fake_layers(z, weights, weight_scales, biases, *last)
     x = z.reshape(-1, z.shape[-1])
-    q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
+    q, scale, rows = x, z_scale, list[Tensor]()
+    if scale is None:
+        q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
     if rows:
-        rows = _spread(rows[0], rows[1], scaling)
+        rows = spread_scales(rows[0], rows[1], scaling)
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
     # Not views: like `F.linear`'s, results may be written.
     unsafe_view = torch.ops.aten._unsafe_view
@@ -76,7 +79,7 @@ def _layers(
         if residual is not None:
             ys[-1] = ys[-1] + residual.reshape(ys[-1].shape)
         if keeps_weights:
-            transposed += _spread(by_layout[2], by_layout[3], weight_scaling)
+            transposed += spread_scales(by_layout[2], by_layout[3], weight_scaling)
     saved = list[Tensor]()
     if activation:
         h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
@@ -86,8 +89,14 @@ def _layers(
     return [*ys, *saved, *rows, *transposed]
 
 
-def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
-    """Return a matrix and a scale for each row, in the kernels' format, even if all share one."""
+def spread_scales(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
+    """Return a matrix and a scale for each row, in the kernels' format, even if all share one.
+
+    Args:
+        q: In 8 bits, of shape `[M, K]`.
+        scale: Its scales.
+        scaling: Which elements share a scale.
+    """
     return [q, scale.repeat(len(q), 1) if scaling == "tensor" else scale]
 
 
@@ -106,6 +115,7 @@ def _fake_layers(
     keeps_rows: bool,
     keeps_weights: bool,
     residual: Tensor | None = None,
+    z_scale: Tensor | None = None,
 ) -> list[Tensor]:
     K = z.shape[-1]
     M = z.numel() // max(K, 1)
@@ -236,8 +246,8 @@ def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list
 layers = define(
     "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
     "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
-    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None) "
-    "-> Tensor[]",
+    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None, "
+    "Tensor? z_scale=None) -> Tensor[]",
     _fake_layers,
     unseen(_layers),
 )
