@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_norm import composition, recipes
 from fused_norm.composition import Operands, Spec
@@ -16,16 +15,18 @@ from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.scaled_linears import gradients_of_layers, kept_of_weights, layers_and_kept
 from fused_norm.ops.scaled_norm_rows import LONGEST, norm_rows
-from fused_norm.reference import widened
+from fused_norm.ops.validation import are_strided
 from fused_norm.recipes import Recipe
+from fused_norm.reference import widened
 
 
 class NormedLinears(torch.autograd.Function):
     """`ScaledLinears` on the rows of a norm, which are written in 8 bits only.
 
-    The forward saves x and the statistics of its rows for the norm's gradient, and for those of the
-    layers what `ScaledLinears` saves: the rows and the weights in 8 bits, transposed. PyTorch raises
-    its error if x or a parameter is written before the backward, and if that is differentiated.
+    The forward saves x and the statistics of its rows for the norm's gradients, and for those of
+    the layers what `ScaledLinears` saves: the rows and the weights in 8 bits, transposed. PyTorch
+    raises its error if x or a parameter is written before the backward, and if the backward is
+    differentiated.
     """
 
     @staticmethod
@@ -58,28 +59,54 @@ class NormedLinears(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of x, gamma, beta, the weights and the biases."""
-        norm, recipe, power_of_two, activation, count = ctx.kind
-        x, gamma, beta, rstd, mean, *of_layers = ctx.saved_tensors
-        z, z_scale, h, *weights = of_layers
-        needed = ctx.needs_input_grad
-        has_dy = [dys[0 if activation else i] is not None for i in range(count)]
-        found: list[Tensor | None] = [None] * (2 * count)
-        of_norm: Sequence[Tensor | None] = (None, None, None)
-        wanted = [0] if any(needed[:3]) and any(has_dy) else []
-        wanted += [1 + i for i in range(2 * count) if needed[7 + i] and has_dy[i % count]]
-        if wanted:
-            by = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
-            gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
-            for place, gradient in zip(wanted, gradients, strict=True):
-                if place:
-                    found[place - 1] = gradient
-                else:
-                    t = Operands(x, None, gamma, beta)
-                    of_norm = _norm_gradients(gradient, t, norm, mean, rstd, needed[:3])
-        return *of_norm, None, None, None, None, *found
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = _gradients(ctx.kind, ctx.needs_input_grad, saved, dys)
+        if torch.is_grad_enabled() and not is_compiling():
+            found = _Underivable.apply(len(found), *found, *saved, *dys)
+        return *found[:3], None, None, None, None, *found[3:]
+
+
+class _Underivable(torch.autograd.Function):
+    """Returns gradients; raises an error where they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return as many of the tensors; they depend on all."""
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Raise the error."""
+        raise RuntimeError("FP8 layers on a norm have no derivatives of gradients")
+
+
+def _gradients(
+    kind: tuple[Any, ...],
+    needed: Sequence[bool],
+    saved: Sequence[Tensor | None],
+    dys: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Return the gradients of x, gamma, beta, the weights and the biases."""
+    norm, recipe, power_of_two, activation, count = kind
+    x, gamma, beta, rstd, mean, z, z_scale, h, *weights = saved
+    has_dy = [dys[0 if activation else i] is not None for i in range(count)]
+    found: list[Tensor | None] = [None] * (3 + 2 * count)
+    wanted = [0] if any(needed[:3]) and any(has_dy) else []
+    wanted += [1 + i for i in range(2 * count) if needed[7 + i] and has_dy[i % count]]
+    if not wanted:
+        return found
+    by: Any = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
+    rows: Any = (z, z_scale, h, activation)
+    for place, gradient in zip(wanted, gradients_of_layers(rows, dys, *by, wanted), strict=True):
+        if place:
+            found[2 + place] = gradient
+        else:
+            t: Any = Operands(x, None, gamma, beta)
+            found[:3] = _norm_gradients(gradient, t, norm, mean, rstd, needed[:3])
+    return found
 
 
 def _norm_gradients(
@@ -87,7 +114,7 @@ def _norm_gradients(
     t: Operands,
     norm: tuple[str, float, float],
     mean: Tensor | None,
-    rstd: Tensor,
+    rstd: Any,
     wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Return the gradients of x, gamma and beta, as PyTorch's norm has them."""
@@ -104,9 +131,7 @@ def _norm_gradients(
     has_gamma, has_beta = (wanted[i] and t[1 + i] is not None for i in (1, 2))
     if mean is not None:
         masks = [wanted[0], has_gamma, has_beta]
-        found = aten.native_layer_norm_backward(
-            dz, x, features, mean, rstd, gamma, beta, masks
-        )
+        found = aten.native_layer_norm_backward(dz, x, features, mean, rstd, gamma, beta, masks)
     else:
         masks = [wanted[0], has_gamma]
         found = aten._fused_rms_norm_backward(dz, x, features, rstd, gamma, masks)
@@ -138,26 +163,22 @@ def is_normed(spec: Spec, t: Operands, recipe: Recipe) -> bool:
         t: The tensors. Autocast converts none of them.
         recipe: The FP8 recipe.
     """
-    x, others = t.x, (t.gamma, t.beta)
+    x, affine = t.x, [v for v in (t.gamma, t.beta) if v is not None]
+    summands = [] if t.residual is None else [t.residual]
     return (
-        _is_served(x, recipe)
+        x.dtype is torch.bfloat16
         and recipe.has_fp8_wgrad
+        and recipe.input.scaling in ("row", "tensor")
+        # On their own, PyTorch's ops are better off with the norm's own backward.
+        and serves(x, recipe.input.scaling)
         and not spec.returns_norm
         and composition.first(t, "groups", "statistics") is None
         and x.dim() > 0
         and x.numel() > 0
         and x.shape[-1] <= LONGEST
-        and (t.residual is None or _is_like(t.residual, x, x.shape))
-        and all(v is None or _is_like(v, x, x.shape[-1:]) for v in others)
+        and are_strided((*affine, *summands, *t.weights), x)
+        and all(v.dtype is x.dtype for v in (*affine, *summands))
+        and all(v.shape == x.shape[-1:] for v in affine)
+        and all(v.shape == x.shape for v in summands)
         and any(w.requires_grad for w in t.weights)
     )
-
-
-def _is_served(x: Tensor, recipe: Recipe) -> bool:
-    """Return whether kernels quantize the norm of a tensor; PyTorch's ops are better on their own."""
-    by_maxima = recipe.input.scaling in ("row", "tensor")
-    return x.dtype is torch.bfloat16 and by_maxima and serves(x, recipe.input.scaling)
-
-
-def _is_like(tensor: Tensor, x: Tensor, shape: Sequence[int]) -> bool:
-    return tensor.shape == shape and tensor.dtype is x.dtype and tensor.device == x.device

@@ -1,7 +1,8 @@
-"""A norm whose rows become FP8 in both layouts: what layers multiply, and what their gradients need.
+"""A norm whose rows become FP8 in both layouts: for products, and for gradients of their weights.
 
-On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_norm.h) runs
-kernels that never write the rows in 16 bits; elsewhere PyTorch's ops do what `recipes.py` specifies.
+On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_norm.h)
+runs kernels that never write the rows in 16 bits; elsewhere PyTorch's ops do what `recipes.py`
+specifies.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fused_norm.norms import NORMS
 from fused_norm.ops.eight_bits import MULTIPLE, quantize
 from fused_norm.ops.registration import define, unseen
 from fused_norm.ops.scaled_layers import spread_scales
-from fused_norm.reference import widened
 from fused_norm.recipes import E4M3, Cast
+from fused_norm.reference import widened
 
 # A kernel has rows in registers; chain/eight_bits.h has the same limit.
 LONGEST = 16384
@@ -59,12 +60,12 @@ def _fake_norm_rows(x: Tensor, _: Any, beta: Any, normalization: str, *rest: Any
     return found
 
 
+# Returns the rows `[..., K]` in e4m3 and their scales `[M, 1]`; their transpose `[K, M]`, padded with
+# zeros to a multiple of 16, and its scales `[K, 1]`; rstd `[..., 1]` in float32, and the mean for a
+# norm that has one. A scale that all share is repeated.
 norm_rows = define(
     "fp8_norm_rows(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps, "
     "float weight_offset, str scaling, bool power_of_two) -> Tensor[]",
     _fake_norm_rows,
     unseen(_norm_rows),
 )
-"""Return the normalized rows `[..., K]` in e4m3 and their scales `[M, 1]`, their transpose
-`[K, M]`, padded with zeros to a multiple of 16, and its scales `[K, 1]`, and the statistics `[..., 1]`
-in float32: rstd, and the mean for a norm that has one. Equal scales are repeated."""
