@@ -86,7 +86,7 @@ class _Underivable(torch.autograd.Function):
 def _gradients(
     kind: tuple[Any, ...],
     needed: Sequence[bool],
-    saved: Sequence[Tensor | None],
+    saved: Sequence[Any],
     dys: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Return the gradients of x, gamma, beta, the weights and the biases."""
@@ -98,13 +98,13 @@ def _gradients(
     wanted += [1 + i for i in range(2 * count) if needed[7 + i] and has_dy[i % count]]
     if not wanted:
         return found
-    by: Any = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
-    rows: Any = (z, z_scale, h, activation)
+    by = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
+    rows = (z, z_scale, h, activation)
     for place, gradient in zip(wanted, gradients_of_layers(rows, dys, *by, wanted), strict=True):
         if place:
             found[2 + place] = gradient
         else:
-            t: Any = Operands(x, None, gamma, beta)
+            t = Operands(x, None, gamma, beta)
             found[:3] = _norm_gradients(gradient, t, norm, mean, rstd, needed[:3])
     return found
 
@@ -124,7 +124,8 @@ def _norm_gradients(
     x, gamma, beta = t.x, t.gamma, t.beta
     is_wide = not composition.is_rounded_once(spec, x, t)
     if is_wide:
-        dz, x, gamma, beta = (None if v is None else widened(v) for v in (dz, x, gamma, beta))
+        dz, x = widened(dz), widened(x)
+        gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
     if gamma is not None and spec.weight_offset:
         gamma = gamma + spec.weight_offset
     features, aten = [x.shape[-1]], torch.ops.aten
@@ -146,7 +147,7 @@ def _by_autograd(
 ) -> Sequence[Tensor | None]:
     """Return the same where PyTorch has no op for it: by the norm, computed again."""
     with torch.enable_grad():
-        leaves = [
+        leaves: list[Any] = [
             None if v is None else v.detach().requires_grad_(w)
             for v, w in zip((t.x, t.gamma, t.beta), wanted, strict=True)
         ]

@@ -62,9 +62,10 @@ def _layers(
         last += [keeps_h, keeps_rows, keeps_weights]
         return _fake_layers(z, weights, weight_scales, biases, *last)
     x = z.reshape(-1, z.shape[-1])
-    q, scale, rows = x, z_scale, list[Tensor]()
-    if scale is None:
+    if z_scale is None:
         q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
+    else:
+        q, scale, rows = x, z_scale, []
     if rows:
         rows = spread_scales(rows[0], rows[1], scaling)
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)

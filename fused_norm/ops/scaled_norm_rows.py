@@ -60,9 +60,9 @@ def _fake_norm_rows(x: Tensor, _: Any, beta: Any, normalization: str, *rest: Any
     return found
 
 
-# Returns the rows `[..., K]` in e4m3 and their scales `[M, 1]`; their transpose `[K, M]`, padded with
-# zeros to a multiple of 16, and its scales `[K, 1]`; rstd `[..., 1]` in float32, and the mean for a
-# norm that has one. A scale that all share is repeated.
+# Returns the rows `[..., K]` in e4m3 and their scales `[M, 1]`; their transpose `[K, M]`, padded
+# with zeros to a multiple of 16, and its scales `[K, 1]`; rstd `[..., 1]` in float32, and the mean
+# for a norm that has one. A scale that all share is repeated.
 norm_rows = define(
     "fp8_norm_rows(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps, "
     "float weight_offset, str scaling, bool power_of_two) -> Tensor[]",

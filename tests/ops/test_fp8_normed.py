@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 import torch
 from fp8_kernels import running
 from torch import Tensor
-from torch.testing._internal.optests import opcheck
+from torch.library import opcheck
 
 import fused_norm as fn
-from fused_norm import composition, recipes
+from fused_norm import composition
 from fused_norm.composition import Operands, Spec
 from fused_norm.norms import NORMALIZATIONS, NORMS
 from fused_norm.ops import normed_linears
@@ -47,7 +48,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return decide
 
 
-def parameters(affine: str, k: int = K) -> dict[str, Tensor | None]:
+def parameters(affine: str, k: int = K) -> dict[str, Any]:
     """Return gamma and beta, as far as they are wanted."""
     return {
         f"norm_{name}": matrix(k, seed=seed).requires_grad_() if own in affine else None
@@ -157,7 +158,7 @@ def test_a_layer(
         return gradients(y, inputs)
 
     for activation in (None, "gelu", "swiglu"):
-        expected, found = both(lambda a=activation: step(a), serve)
+        expected, found = both(functools.partial(step, activation), serve)
         assert_same(found, expected)
     y = fn.norm_linear(x, w, b, normalization=normalization, recipe=recipe, **own)
     assert function_of(y) == "NormedLinearsBackward"
@@ -182,7 +183,7 @@ def test_an_mlp_and_several_layers(
 
     def mlp() -> list[Tensor]:
         weights = (w, up)
-        more = {"activation": "swiglu", "residual": r, "return_sum": True}
+        more: Any = {"activation": "swiglu", "residual": r, "return_sum": True}
         y = fn.norm_mlp(x, weights, None, down, None, **more, **options)
         return gradients(y, [*inputs, w, up, down])
 
@@ -283,11 +284,15 @@ def test_some_gradients(
         y = fn.norm_linear(x, w, norm_weight=gamma, norm_bias=beta, **options)
         # Weights that are not trained keep nothing in 8 bits for their gradients.
         ours = function_of(y) == "NormedLinearsBackward"
-        assert ours == (normed_linears.serves(x) and 1 in wanted)
+        assert ours == (is_served[0] and 1 in wanted)
         return gradients(y, inputs)
 
-    expected, found = both(step, serve)
-    assert_same(found, expected)
+    is_served = [False]
+    serve(False)
+    expected = step()
+    serve(True)
+    is_served[0] = True
+    assert_same(step(), expected)
 
 
 @RECIPES
@@ -341,34 +346,35 @@ def test_calls_without_it(serve: Callable[[bool], None]) -> None:
         lambda: fn.norm_linear(x, w, norm_weight=gamma.float(), recipe="rowwise"),
         lambda: fn.norm_linear(x, w.detach(), norm_weight=gamma, recipe="rowwise"),
         lambda: fn.norm_linear(x.float(), w.float(), recipe="rowwise"),
-        lambda: fn.norm_linear(x[:, :0].expand(-1, 0), w, recipe="rowwise"),
+        lambda: fn.norm_linear(x[:0], w, recipe="rowwise"),
     ]
-    for call in calls[:-1]:
+    for call in calls:
         assert function_of(call()) != "NormedLinearsBackward"
-    with pytest.raises(RuntimeError):
-        calls[-1]()
     long = LONGEST + 16
     rows, weight = matrix(1, long).requires_grad_(), matrix(16, long, seed=1).requires_grad_()
     assert function_of(fn.norm_linear(rows, weight, recipe="rowwise")) != "NormedLinearsBackward"
     with torch.autocast("cpu", BF16):
         y = fn.norm_linear(x, w, norm_weight=gamma, recipe="rowwise")
     assert function_of(y) != "NormedLinearsBackward"
-    assert not recipes.find("blockwise").has_fp8_wgrad
 
 
 @RECIPES
 def test_main_grad_and_frozen_parameters(recipe: str, serve: Callable[[bool], None]) -> None:
     def step() -> list[Tensor]:
         torch.manual_seed(1)
-        layer = fn.LayerNormMLP(K, 128, activation="gelu", recipe=recipe, dtype=BF16)
+        accumulates = {"fuse_wgrad_accumulation": True}
+        layer = fn.LayerNormLinear(K, 128, recipe=recipe, dtype=BF16)
+        adding = fn.LayerNormLinear(K, 128, recipe=recipe, dtype=BF16, **accumulates)
         x = matrix(40, K).requires_grad_()
         with fn.frozen_parameters(layer):
             y = [layer(x) for _ in range(2)]
             found = gradients(y, [x, *layer.parameters()])
-        for p in layer.parameters():
-            p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
-        layer(x).backward(matrix(40, K, seed=3))
-        return found + [p.main_grad for p in layer.parameters() if p.grad is None]
+        main_grad = torch.ones(128, K)
+        setattr(adding.weight, "main_grad", main_grad)  # noqa: B010
+        adding(x).backward(matrix(40, 128, seed=3))
+        assert x.grad is not None
+        return [*found, x.grad, main_grad]
 
     expected, found = both(step, serve)
     assert_same(found, expected)
+    assert not torch.equal(found[-1], torch.ones(128, K))
