@@ -259,9 +259,10 @@ def quantize_kernel[
         address_space=AddressSpace.SHARED,
         alignment=16,
     ]()
-    # Mean and rstd of the rows of all tiles, one row for each thread.
+    # Rstd and, if there is one, mean of the rows of all tiles, one row for each thread.
+    comptime numbers = 2 if N.has_mean else 1
     var statistics = stack_allocation[
-        2 * _MOST_TILES * TILE_ROWS,
+        numbers * _MOST_TILES * TILE_ROWS,
         Float32,
         address_space=AddressSpace.SHARED,
         alignment=16,
@@ -269,13 +270,14 @@ def quantize_kernel[
     comptime assert _MOST_TILES * TILE_ROWS <= _THREADS
     comptime if N.has_rstd:
         if first_row + thread < min(end, Int(m)):
-            var pair = SIMD[DType.float32, 2](0)
+            var place = statistics.unsafe_offset(numbers * thread)
+            place.unsafe_store(
+                at[DType.float32](rstds, first_row + thread).unsafe_load()
+            )
             comptime if N.has_mean:
-                pair[0] = at[DType.float32](
-                    means, first_row + thread
-                ).unsafe_load()
-            pair[1] = at[DType.float32](rstds, first_row + thread).unsafe_load()
-            statistics.unsafe_offset(2 * thread).unsafe_store[alignment=8](pair)
+                place.unsafe_offset(1).unsafe_store(
+                    at[DType.float32](means, first_row + thread).unsafe_load()
+                )
     # Of two columns, gamma of both and then beta of both.
     var features = stack_allocation[
         2 * _TILE_COLUMNS,
@@ -323,17 +325,10 @@ def quantize_kernel[
             if block_idx.x == 0:
                 at[DType.float32](z_scales, start + r).unsafe_store(pair[0])
         barrier()
-        # The next tile is on its way while this one is computed.
-        from_x += Int64(2 * TILE_ROWS * Int(k))
-        if start + TILE_ROWS < end:
-            next = _rows(from_x, Int(k), left - TILE_ROWS)
-            its_maximum = _maximum_of_row(
-                maxima, start + TILE_ROWS + r, Int(m), Int(k), has_row, is_one
-            )
         comptime if N.has_rstd:
             var of_rows_here = statistics.unsafe_offset(
-                2 * (start - first_row + 4 * down)
-            ).unsafe_load[width=8, alignment=16]()
+                numbers * (start - first_row + 4 * down)
+            ).unsafe_load[width=4 * numbers, alignment=16]()
             comptime for j in range(LOAD // 2):
                 var of_pair = features.unsafe_offset(
                     2 * own + 4 * j
@@ -341,11 +336,18 @@ def quantize_kernel[
                 comptime for i in range(4):
                     rows[i][j] = normalized_pair[N](
                         rows[i][j],
-                        of_rows_here[2 * i],
-                        of_rows_here[2 * i + 1],
+                        of_rows_here[numbers * (i + 1) - 1],
+                        of_rows_here[numbers * i],
                         {of_pair[0], of_pair[1]},
                         {of_pair[2], of_pair[3]},
                     )
+        # The next tile is on its way while this one is computed.
+        from_x += Int64(2 * TILE_ROWS * Int(k))
+        if start + TILE_ROWS < end:
+            next = _rows(from_x, Int(k), left - TILE_ROWS)
+            its_maximum = _maximum_of_row(
+                maxima, start + TILE_ROWS + r, Int(m), Int(k), has_row, is_one
+            )
         rows = _used_from_here(rows)
         if z != 0:
             comptime for i in range(4):
