@@ -259,10 +259,9 @@ def quantize_kernel[
         address_space=AddressSpace.SHARED,
         alignment=16,
     ]()
-    # Rstd and, if there is one, mean of the rows of all tiles, one row for each thread.
-    comptime numbers = 2 if N.has_mean else 1
+    # Rstd of the rows of all tiles, one row for each thread; then the means, if there are any.
     var statistics = stack_allocation[
-        numbers * _MOST_TILES * TILE_ROWS,
+        _THREADS * (2 if N.has_mean else 1),
         Float32,
         address_space=AddressSpace.SHARED,
         alignment=16,
@@ -270,12 +269,11 @@ def quantize_kernel[
     comptime assert _MOST_TILES * TILE_ROWS <= _THREADS
     comptime if N.has_rstd:
         if first_row + thread < min(end, Int(m)):
-            var place = statistics.unsafe_offset(numbers * thread)
-            place.unsafe_store(
+            statistics.unsafe_offset(thread).unsafe_store(
                 at[DType.float32](rstds, first_row + thread).unsafe_load()
             )
             comptime if N.has_mean:
-                place.unsafe_offset(1).unsafe_store(
+                statistics.unsafe_offset(_THREADS + thread).unsafe_store(
                     at[DType.float32](means, first_row + thread).unsafe_load()
                 )
     # Of two columns, gamma of both and then beta of both.
@@ -326,9 +324,15 @@ def quantize_kernel[
                 at[DType.float32](z_scales, start + r).unsafe_store(pair[0])
         barrier()
         comptime if N.has_rstd:
-            var of_rows_here = statistics.unsafe_offset(
-                numbers * (start - first_row + 4 * down)
-            ).unsafe_load[width=4 * numbers, alignment=16]()
+            var its_rows = statistics.unsafe_offset(
+                start - first_row + 4 * down
+            )
+            var rstd = its_rows.unsafe_load[width=4, alignment=16]()
+            var mean = Four(0)
+            comptime if N.has_mean:
+                mean = its_rows.unsafe_offset(_THREADS).unsafe_load[
+                    width=4, alignment=16
+                ]()
             comptime for j in range(LOAD // 2):
                 var of_pair = features.unsafe_offset(
                     2 * own + 4 * j
@@ -336,8 +340,8 @@ def quantize_kernel[
                 comptime for i in range(4):
                     rows[i][j] = normalized_pair[N](
                         rows[i][j],
-                        of_rows_here[numbers * (i + 1) - 1],
-                        of_rows_here[numbers * i],
+                        mean[i],
+                        rstd[i],
                         {of_pair[0], of_pair[1]},
                         {of_pair[2], of_pair[3]},
                     )
