@@ -157,7 +157,12 @@ def _layers(
     return after_products(products, activation, is_joined)
 
 
-def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _layers) -> list[Tensor]:
+def compute(
+    spec: Spec,
+    t: Operands,
+    layers: Callable[..., list[Tensor]] = _layers,
+    normed_layers: Callable[..., list[Tensor]] | None = None,
+) -> list[Tensor]:
     """Return the results of a call: its outputs, then the sum and the normalized rows if wanted.
 
     Args:
@@ -166,10 +171,13 @@ def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _laye
         layers: Computes Linear layers of the same rows and their activation from the rows, the
             weights and the biases, the activation, whether products are joined, and what is added
             to a single product, or None.
+        normed_layers: Computes the norm as well, from the rows that it is of instead of its result;
+            or None. No norm is returned then.
     """
     x = summed(t)
-    z = normalized(spec, x, t)
-    outputs = layers(z, t.weights, t.biases, spec.activation, spec.is_joined)
+    z = normalized(spec, x, t) if normed_layers is None else x
+    first_layers = layers if normed_layers is None else normed_layers
+    outputs = first_layers(z, t.weights, t.biases, spec.activation, spec.is_joined)
     if t.out_weight is not None:
         outputs = layers(outputs[0], [t.out_weight], [t.out_bias], "", False, t.out_residual)
     if spec.returns_sum:
@@ -201,7 +209,7 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
         # PyTorch's own op, whatever the dtypes: it raises the error if they do not match.
         return norm.function(x, features, gamma, beta, spec.eps)
     # PyTorch's norms also compute in float32, and round once.
-    if not _is_rounded_once(spec, x, t):
+    if not is_rounded_once(spec, x, t):
         rows = widened(x)
         gamma, beta, scale, shift = (
             v if v is None else widened(v) for v in (gamma, beta, scale, shift)
@@ -216,8 +224,14 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
     return z.to(x.dtype) if x.is_floating_point() else z
 
 
-def _is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
-    """Return whether a norm is one op of PyTorch, with parameters in the dtype of x."""
+def is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
+    """Return whether a norm is one op of PyTorch, with parameters in the dtype of x.
+
+    Args:
+        spec: The norm.
+        x: What is normalized.
+        t: Gamma, beta, scale and shift.
+    """
     gamma, beta = t.gamma, t.beta
     return (
         t.scale is None

@@ -5,6 +5,7 @@
 
 #include "gradients.h"
 #include "eight_bits_layers.h"
+#include "eight_bits_norm.h"
 #include "family_ops.h"
 #include "row_ops.h"
 
@@ -218,6 +219,7 @@ void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("composed_div_backward", TORCH_BOX(&div_backward_op));
   m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize));
   m.impl("fp8_norm", TORCH_BOX(&fp8_norm));
+  m.impl("fp8_norm_rows", TORCH_BOX(&fp8_norm_rows));
   m.impl("fp8_hidden", TORCH_BOX(&fp8_hidden));
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear));
   m.impl("fp8_linears", TORCH_BOX(&fp8_linears));

@@ -29,6 +29,10 @@ inline bool is_multiple(int64_t size) {
   return size > 0 && size % MULTIPLE == 0;
 }
 
+// The longest rows whose norm is quantized by maxima, of rows and columns or of all
+// (op/passes/norm_maxima.mojo).
+constexpr int64_t LONGEST_NORM = 16384;
+
 // A size rounded up to a multiple of that.
 inline int64_t padded(int64_t size) {
   return (size + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
@@ -201,11 +205,28 @@ inline Quantized quantized_by_blocks(
   return found;
 }
 
-// A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted.
-// Maxima that are not given are computed here.
+// The norm of rows [M, K] in bfloat16, with gamma and beta of that type if they are there, and where its
+// statistics go: rstd [M], and mean [M] for a norm that has one.
+struct NormOfRows {
+  Spec spec;
+  Tensor gamma, beta, mean, rstd;
+
+  void describe(Call& call) const {
+    call.normalization = spec.normalization;
+    call.eps = spec.eps;
+    call.weight_offset = spec.weight_offset;
+    call.gamma = address(gamma);
+    call.beta = address(beta);
+    call.mean = address(mean);
+    call.rstd = address(rstd);
+  }
+};
+
+// A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted;
+// or a norm of it, in e4m3. Maxima that are not given are computed here.
 inline Quantized quantized(
     const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
-    Rooms& rooms, Tensor maxima = {}) {
+    Rooms& rooms, Tensor maxima = {}, const NormOfRows* norm = nullptr) {
   require_kernels(
       given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
@@ -216,6 +237,10 @@ inline Quantized quantized(
   Quantized found;
   auto call = quantizing_call(v, cast, kernels);
   call.one_scale = !cast.by_row();
+  if (norm) {
+    require_kernels(by_maxima && cast.dtype == E4M3 && K <= LONGEST_NORM);
+    norm->describe(call);
+  }
   if (plain) {
     found.plain = {empty(Shape{M, K}, v, cast.dtype), empty(Shape{M, 1}, v, FLOAT32)};
     call.z = address(found.plain.q);

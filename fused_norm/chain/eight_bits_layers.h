@@ -8,17 +8,18 @@
 namespace fused_norm {
 
 // Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
-// two. One layer without an activation may add a residual. Then what a backward needs: the input of the
-// activation, and the transposed rows and weights. Last, the maxima of the activation, if they are wanted:
-// the next layer takes them as those of its rows.
+// two. Rows with scales are in 8 bits already. One layer without an activation may add a residual. Then
+// what a backward needs: the input of the activation, and the transposed rows and weights. Last, the
+// maxima of the activation, if they are wanted: the next layer takes them as those of its rows.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
     bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights,
-    Optional residual, Optional maxima, bool leaves_maxima) {
+    Optional residual, Optional maxima, bool leaves_maxima, Optional z_scale) {
   const auto run = [&] {
     const auto given = tensor_of(z);
-    require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
+    require_kernels(is_bfloat16(dtype) && given.dim());
+    require_kernels(given.dtype() == (z_scale ? E4M3 : BFLOAT16) && !(z_scale && keeps_rows));
     require_kernels(given.numel());
     const auto added = dense(tensor_of(residual));
     require_kernels(
@@ -36,9 +37,11 @@ inline Handles fp8_layers(
         (!cast.by_block() && own.dtype() == BFLOAT16 && is_beside(own, whole) &&
          are_equal(own.sizes(), Shape{Rooms::elements(whole.size(0), whole.size(1), cast, true)})));
     Rooms rooms;
-    if (!own.defined()) rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
+    if (!z_scale && !own.defined()) rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
     expect_weights(weights, weight_scales, by, keeps_weights, rooms);
-    const auto rows = quantized(whole, cast, true, keeps_rows, kernels, rooms, readable(own));
+    const auto rows = z_scale
+        ? Quantized{{whole, tensor_of(*z_scale), cast.by_block()}, {}}
+        : quantized(whole, cast, true, keeps_rows, kernels, rooms, readable(own));
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
         weights, weight_scales, biases, given, by, kernels, rooms,
@@ -67,7 +70,7 @@ inline Handles fp8_layers(
   return by_kernels(
       run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
       weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows, keeps_weights,
-      residual, maxima, leaves_maxima);
+      residual, maxima, leaves_maxima, z_scale);
 }
 
 // What the gradients of layers are computed from, and how.

@@ -15,6 +15,7 @@ from op.norm_linear.sm90.block_scaled_linear import block_scaled_linear
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
 from op.passes.maxima import run_maxima
 from op.passes.modulation import has_wide_features
+from op.passes.norm_maxima import run_norm_maxima
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_blocks import (
     run_quantize_squares,
@@ -53,7 +54,11 @@ def _quantize(call: CallPointer) raises:
 
 
 def _maxima(call: CallPointer) raises:
-    run_maxima(Launcher.at(call[].context)[].gpu, call[])
+    ref gpu = Launcher.at(call[].context)[].gpu
+    if call[].rstd != 0:
+        run_norm_maxima(gpu, call[])
+    else:
+        run_maxima(gpu, call[])
 
 
 def _quantize_by_maxima(call: CallPointer) raises:
@@ -123,12 +128,12 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
         add_pass[
             _maxima,
             "maxima",
-            "queues the maxima of x, and x if it is dh of da and h",
+            "queues the maxima of x, and x if it is dh of da and h; or the maxima of a norm of x, mean, rstd",
         ](builder)
         add_pass[
             _quantize_by_maxima,
             "quantize_by_maxima",
-            "queues x in 8 bits as z and zt by its maxima, and scales",
+            "queues x or a norm of x in 8 bits as z and zt by its maxima, and scales",
         ](builder)
         return builder.finalize()
     except e:

@@ -19,6 +19,7 @@ from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.hidden_scale import has_bound
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import added
+from fused_norm.ops.normed_linears import NormedLinears, is_normed
 from fused_norm.ops.operands import fits
 from fused_norm.ops.registration import is_compiling, is_exporting
 from fused_norm.ops.rounding import RoundedToOdd
@@ -87,8 +88,31 @@ def call(
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
+    of_recipe = (recipe, power_of_two)
     # An activation and its maxima, which the layer that multiplies it quantizes it by.
     left: list[Tensor] = []
+
+    def activated_once(products: Sequence[Tensor], leaves: bool) -> list[Tensor]:
+        if leaves:
+            left.extend(products)
+        return [*products[:1]]
+
+    def normed_layers(
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: str,
+        is_joined: bool,
+    ) -> list[Tensor]:
+        pairs = zip(weights, biases, strict=True)
+        bs = [_as_in_linear(x, w, b, None, power_of_two)[1] for w, b in pairs]
+        norm = (t.gamma, t.beta, (spec.normalization, spec.eps, spec.weight_offset))
+        if not _is_one(activation, weights, biases, is_joined):
+            products = NormedLinears.apply(x, *norm, *of_recipe, "", False, *weights, *bs)
+            return after_products([*products], activation, is_joined)
+        leaves = leaves_maxima(x, recipe, t.out_weight)
+        last = (*of_recipe, activation, leaves)
+        return activated_once(NormedLinears.apply(x, *norm, *last, *weights, *bs), leaves)
 
     def layers(
         z: Tensor,
@@ -98,27 +122,41 @@ def call(
         is_joined: bool,
         residual: Tensor | None = None,
     ) -> list[Tensor]:
-        how = (recipe, power_of_two)
-        is_one = len(weights) == 1 or (is_joined and _is_gate_of_two(activation, weights, biases))
-        if activation and is_one and not any(map(quantized.is_quantized, weights)):
-            leaves = t.out_weight is not None and leaves_maxima(z, recipe, t.out_weight)
-            products = _multiplied(z, weights, biases, *how, activation, leaves_maxima=leaves)
-            if leaves:
-                left.extend(products)
-            return products[:1]
+        if _is_one(activation, weights, biases, is_joined) and not any(
+            map(quantized.is_quantized, weights)
+        ):
+            leaves = leaves_maxima(z, recipe, t.out_weight)
+            last = (*of_recipe, activation)
+            products = _multiplied(z, weights, biases, *last, leaves_maxima=leaves)
+            return activated_once(products, leaves)
         maxima = left[1] if left and z is left[0] else None
-        products = _multiplied(z, weights, biases, *how, residual=residual, maxima=maxima)
+        products = _multiplied(z, weights, biases, *of_recipe, residual=residual, maxima=maxima)
         return after_products(products, activation, is_joined)
 
+    is_plain = not is_cast and not is_exporting() and not any(map(quantized.is_quantized, weights))
+    if is_plain and _is_recorded(t) and is_normed(spec, t, how):
+        return composition.compute(spec, t, layers, normed_layers)
     return composition.compute(spec, t, layers)
+
+
+def _is_one(
+    activation: str, weights: Sequence[Tensor], biases: Sequence[Tensor | None], is_joined: bool
+) -> bool:
+    """Return whether one op computes layers and their activation."""
+    is_gate_of_two = is_joined and _is_gate_of_two(activation, weights, biases)
+    return bool(activation) and (len(weights) == 1 or is_gate_of_two)
+
+
+def _is_recorded(t: Operands) -> bool:
+    """Return whether autograd records a call."""
+    tensors = [v for v in composition.flat(t) if v is not None]
+    return torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
 
 
 def _is_fused(spec: Spec, t: Operands) -> bool:
     """Return whether a call needs no gradient, and the ops support all of it after a norm."""
-    tensors = [v for v in composition.flat(t) if v is not None]
-    follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
     return (
-        not follows
+        not _is_recorded(t)
         and first(t, "groups", "statistics") is None
         and not spec.returns_norm
         and fits(spec, t)
@@ -281,7 +319,7 @@ def _multiplied(
     return ys if residual is None or added is not None else [residual + ys[0]]
 
 
-def leaves_maxima(z: Tensor, recipe: str, next_weight: Tensor) -> bool:
+def leaves_maxima(z: Tensor, recipe: str, next_weight: Tensor | None) -> bool:
     """Return whether a product should leave the maxima of its activation for the next layer.
 
     Hopper's kernels do so as they store. The next layer then needs no pass that finds them, where
@@ -290,7 +328,7 @@ def leaves_maxima(z: Tensor, recipe: str, next_weight: Tensor) -> bool:
     Args:
         z: The input of the product, on its device.
         recipe: One of RECIPES.
-        next_weight: The weight that the activation is multiplied by.
+        next_weight: The weight that the activation is multiplied by, None if it is by none.
     """
     how = recipes.find(recipe)
     return (
@@ -298,6 +336,7 @@ def leaves_maxima(z: Tensor, recipe: str, next_weight: Tensor) -> bool:
         and how.input.scaling in ("row", "tensor")
         and (dtype_of_products(z) or z.dtype) is torch.bfloat16
         and torch.is_grad_enabled()
+        and next_weight is not None
         and next_weight.requires_grad
         and not is_exporting()
         and serves(z, how.input.scaling, how.weight.scaling)

@@ -38,6 +38,7 @@ def _layers(
     residual: Tensor | None = None,
     maxima: Tensor | None = None,
     leaves_maxima: bool = False,
+    z_scale: Tensor | None = None,
 ) -> list[Tensor]:
     if frozen.is_any() and any(own is None for own in weight_scales):
         by, are_kept = (weights, weight_scales, weight_scaling, power_of_two), False
@@ -49,7 +50,7 @@ def _layers(
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
         keeps = (keeps_h, keeps_rows, False)
         operands = (z, given, scales, [*biases])
-        last = (residual, maxima, leaves_maxima)
+        last = (residual, maxima, leaves_maxima, z_scale)
         found: list[Tensor] = layers(*operands, *how, activation, *keeps, *last)
         left = [found.pop()] if leaves_maxima else []
         if keeps_weights and not is_new:
@@ -58,16 +59,19 @@ def _layers(
             qs, own = ([v.clone() for v in each] for each in kept[:2])
         if keeps_weights:
             for q, scale in zip(qs, own, strict=True):
-                found += _spread(q, scale, weight_scaling)
+                found += spread_scales(q, scale, weight_scaling)
         return [*found, *left]
     if not z.numel():
         rest: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
         rest += [keeps_h, keeps_rows, keeps_weights, residual, maxima, leaves_maxima]
         return _fake_layers(z, weights, weight_scales, biases, *rest)
     x = z.reshape(-1, z.shape[-1])
-    q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
+    if z_scale is None:
+        q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
+    else:
+        q, scale, rows = x, z_scale, []
     if rows:
-        rows = _spread(rows[0], rows[1], scaling)
+        rows = spread_scales(rows[0], rows[1], scaling)
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
     # Not views: like `F.linear`'s, results may be written.
     unsafe_view = torch.ops.aten._unsafe_view
@@ -80,7 +84,7 @@ def _layers(
         if residual is not None:
             ys[-1] = ys[-1] + residual.reshape(ys[-1].shape)
         if keeps_weights:
-            transposed += _spread(by_layout[2], by_layout[3], weight_scaling)
+            transposed += spread_scales(by_layout[2], by_layout[3], weight_scaling)
     saved = list[Tensor]()
     if activation:
         h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
@@ -103,14 +107,14 @@ def maxima_of(v: Tensor, scaling: str) -> Tensor:
         The bits of those of the columns, then of the rows, or of the only one, as 32-bit numbers,
         then zeros, in a vector in bfloat16 of `maxima_count` elements.
     """
-    sizes = v.abs()
+    sizes, (M, N) = v.abs(), v.shape
     found = (
         sizes.amax().reshape(1)
         if scaling == "tensor"
         else torch.cat([sizes.amax(0), sizes.amax(1)])
     )
     bits = found.to(torch.bfloat16).view(torch.int16).to(torch.int32)
-    padded = bits.new_zeros(maxima_count(*v.shape, scaling) // 2)
+    padded = bits.new_zeros(maxima_count(M, N, scaling) // 2)
     padded[: len(bits)] = bits
     return padded.view(torch.bfloat16)
 
@@ -127,8 +131,14 @@ def maxima_count(M: int, N: int, scaling: str) -> int:
     return 2 * ((count + 3) // 4 * 4)
 
 
-def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
-    """Return a matrix and a scale for each row, in the kernels' format, even if all share one."""
+def spread_scales(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
+    """Return a matrix and a scale for each row, in the kernels' format, even if all share one.
+
+    Args:
+        q: In 8 bits, of shape `[M, K]`.
+        scale: Its scales.
+        scaling: Which elements share a scale.
+    """
     return [q, scale.repeat(len(q), 1) if scaling == "tensor" else scale]
 
 
@@ -149,6 +159,7 @@ def _fake_layers(
     residual: Tensor | None = None,
     maxima: Tensor | None = None,
     leaves_maxima: bool = False,
+    z_scale: Tensor | None = None,
 ) -> list[Tensor]:
     K = z.shape[-1]
     M = z.numel() // max(K, 1)
@@ -283,7 +294,7 @@ layers = define(
     "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
     "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
     "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None, "
-    "Tensor? maxima=None, bool leaves_maxima=False) -> Tensor[]",
+    "Tensor? maxima=None, bool leaves_maxima=False, Tensor? z_scale=None) -> Tensor[]",
     _fake_layers,
     unseen(_layers),
 )

@@ -55,12 +55,10 @@ class ScaledLinears(torch.autograd.Function):
         keeps_h = bool(activation) and saves and any(needed)
         needs = (keeps_h, keeps_rows, keeps_weights)
         last = (residual, maxima, leaves_maxima)
-        ys, h, rows, transposed = _linears(
+        ys, h, rows, transposed = layers_and_kept(
             z, weights, biases, how, power_of_two, activation, *needs, *last
         )
-        given = (*weights, *[None] * count)
-        watched = [w for w in weights if transposed and _is_held(w)]
-        by = (*(transposed or given), *watched)
+        by = kept_of_weights(weights, transposed)
         ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *by)
         ctx.kind = recipe, power_of_two, activation, count
         # A layer whose result is not used has no gradient.
@@ -83,11 +81,25 @@ class ScaledLinears(torch.autograd.Function):
         wanted += [i for i in places if needed[first + i] and has_dy[(i - 1) % count]]
         if wanted:
             by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
-            gradients = _gradients((z, z_scale, h, activation), dys, *by, wanted)
+            gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
         of_residual = dys[0] if needed[5] else None
         return found[0], None, None, None, None, of_residual, None, None, *found[1:]
+
+
+def kept_of_weights(
+    weights: Sequence[Tensor], transposed: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return what a backward needs of weights, their scales, and weights whose writes are noticed.
+
+    Args:
+        weights: As given to the forward.
+        transposed: The weights in 8 bits, transposed, and then their scales; empty if none are.
+    """
+    given = (*weights, *[None] * len(weights))
+    watched = [w for w in weights if transposed and _is_held(w)]
+    return (*(transposed or given), *watched)
 
 
 def _is_held(weight: Tensor) -> bool:
@@ -122,10 +134,11 @@ def linears(
         activation: What is applied to the results, or `""`.
     """
     nothing = (False, False, False)
-    return _linears(z, weights, biases, recipe, power_of_two, activation, *nothing, residual)[0]
+    how = (recipe, power_of_two, activation, *nothing, residual)
+    return layers_and_kept(z, weights, biases, *how)[0]
 
 
-def _linears(
+def layers_and_kept(
     z: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -135,14 +148,31 @@ def _linears(
     keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
     maxima: Tensor | None = None,
     leaves_maxima: bool = False,
+    z_scale: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the results, then what a backward needs, if it is kept. Maxima are the last result.
+    """Return the results, then what a backward needs, if it is kept.
 
-    That is the activation's input; z in 8 bits, transposed, and its scales; and the weights in 8
-    bits, transposed, and then their scales.
+    Args:
+        z: Of shape `[..., K]`.
+        weights: Each of shape `[N, K]`.
+        biases: For each weight one of shape `[N]`, or None.
+        recipe: The FP8 recipe.
+        power_of_two: Whether scales are rounded up to powers of two.
+        activation: What is applied to the results, or `""`.
+        keeps_h: Whether the activation's input is kept.
+        keeps_rows: Whether z is kept.
+        keeps_weights: Whether the weights are kept.
+        residual: What is added to the result of the only weight, in its shape and dtype, or None.
+        maxima: Those of z, in the format of `scaled_layers.maxima_of`, if they are known.
+        leaves_maxima: Whether those of the activation are wanted, as the last result.
+        z_scale: The scales of the rows of z if it is in 8 bits, and is not kept; or None.
+
+    Returns:
+        The results; the activation's input; z in 8 bits, transposed, and its scales; and the
+        weights in 8 bits, transposed, and then their scales.
     """
     parts = list(map(quantized.parts, weights))
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
@@ -159,7 +189,7 @@ def _linears(
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
     keeps = (keeps_h, keeps_rows, keeps_weights)
     operands = (z, given, scales, [*biases])
-    last = (residual, maxima, leaves_maxima)
+    last = (residual, maxima, leaves_maxima, z_scale)
     found: list[Tensor] = layers(*operands, *how, activation, *keeps, *last)
     left = [found.pop()] if leaves_maxima else []
     rest = iter(found)
@@ -169,7 +199,7 @@ def _linears(
     return [*ys, *left], h, rows, made or transposed[::2] + transposed[1::2]
 
 
-def _gradients(
+def gradients_of_layers(
     saved: tuple[Tensor, Tensor | None, Tensor | None, str],
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
@@ -178,7 +208,18 @@ def _gradients(
     power_of_two: bool,
     wanted: list[int],
 ) -> list[Tensor]:
-    """Return the gradients that are wanted: of z, of each weight, of each bias."""
+    """Return the gradients that are wanted: of z, of each weight, of each bias.
+
+    Args:
+        saved: z, or its transpose in 8 bits with its scales; the activation's input, or None; and
+            the activation.
+        dys: The gradients of the results.
+        weights: Each of shape `[N, K]`, or transposed in 8 bits if it has scales.
+        scales: For each weight its scales, or None.
+        recipe: The FP8 recipe.
+        power_of_two: Whether scales are rounded up to powers of two.
+        wanted: Their places: 0 for z, then those of the weights and of the biases.
+    """
     given, are_kept = [*weights], False
     if not is_compiling():
         dys = in_memory(dys)

@@ -10,7 +10,7 @@ from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import align_up, ceildiv
-from std.memory import bitcast, stack_allocation
+from std.memory import stack_allocation
 from std.utils import StaticTuple
 
 from ..call import Call
@@ -23,7 +23,15 @@ from ..magnitudes import (
     larger_halves,
 )
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
-from .words import LOAD, Four, Words, at, high_halves, load_words, low_halves
+from .words import (
+    LOAD,
+    Words,
+    at,
+    high_halves,
+    load_words,
+    low_halves,
+    rounded_words,
+)
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -99,16 +107,6 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
 
 
 @always_inline
-def _rounded(low: Four, high: Four) -> Words:
-    var words = Words(0)
-    comptime for i in range(LOAD // 2):
-        words[i] = bitcast[DType.uint32, 1](
-            SIMD[DType.float32, 2](low[i], high[i]).cast[DType.bfloat16]()
-        )
-    return words
-
-
-@always_inline
 def _gradient[
     gates: Bool
 ](kind: Int32, da: Words, h: Words, up: Words) -> StaticTuple[Words, 2]:
@@ -120,13 +118,13 @@ def _gradient[
         var low = Both(kind, low_halves(h), low_da * low_halves(up))
         var high = Both(kind, high_halves(h), high_da * high_halves(up))
         return StaticTuple[Words, 2](
-            _rounded(low.dh, high.dh),
-            _rounded(low_da * low.a, high_da * high.a),
+            rounded_words(low.dh, high.dh),
+            rounded_words(low_da * low.a, high_da * high.a),
         )
     else:
         var low = Both(kind, low_halves(h), low_da)
         var high = Both(kind, high_halves(h), high_da)
-        return StaticTuple[Words, 2](_rounded(low.dh, high.dh), Words(0))
+        return StaticTuple[Words, 2](rounded_words(low.dh, high.dh), Words(0))
 
 
 def maxima_kernel[

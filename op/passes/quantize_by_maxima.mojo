@@ -1,6 +1,8 @@
 """Quantizes a matrix on Hopper by the largest magnitudes of rows and columns, or of all: as it lies, transposed, or both.
 
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
+
+The matrix may be a norm of the one that is read.
 """
 
 from max.gpu import (
@@ -12,16 +14,29 @@ from max.gpu import (
 from max.gpu.memory import AddressSpace
 from std.math import ceildiv
 from std.memory import bitcast, stack_allocation
-from std.sys import inlined_assembly
 from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
+from ..norms.layer_norm import LayerNorm
+from ..norms.no_norm import NoNorm
+from ..norms.norm import Norm
+from ..norms.rms_norm import RmsNorm
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .words import LOAD, Four, Words, at, high_halves, load_words, low_halves
+from .normalized import normalized_pair
+from .words import (
+    LOAD,
+    Four,
+    Words,
+    at,
+    high_halves,
+    load_words,
+    low_halves,
+    used_from_here,
+)
 
 comptime TILE_ROWS = 128
 """Rows of a block's tile, of which a thread has four: with a column each a word of 8 bits."""
@@ -50,20 +65,34 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
         gpu: Where to run.
         call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the pitch
             at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one scale; the
-            workspace, as `run_maxima` leaves it.
+            workspace, as `run_maxima` leaves it. With rstd, as `run_norm_maxima` leaves it: what is written are the rows
+            in e4m3 once they are normalized.
 
     Raises:
         If a launch fails.
     """
-    comptime for kind in [E4M3, E5M2]:
-        if call.eight_bits == Int(kind):
-            if call.one_scale != 0 and call.power_of_two == 0:
-                _launch[eight_bit_type(kind), True](gpu, call)
-            else:
-                _launch[eight_bit_type(kind), False](gpu, call)
+    if call.rstd == 0:
+        comptime for kind in [E4M3, E5M2]:
+            if call.eight_bits == Int(kind):
+                _choose[eight_bit_type(kind), NoNorm](gpu, call)
+    elif call.eight_bits != Int(E4M3):
+        raise Error("normalized rows are quantized to e4m3")
+    elif call.normalization == 0:
+        _choose[eight_bit_type(E4M3), LayerNorm](gpu, call)
+    else:
+        _choose[eight_bit_type(E4M3), RmsNorm](gpu, call)
 
 
-def _launch[eight_bits: DType, multiplies: Bool](gpu: Gpu, call: Call) raises:
+def _choose[eight_bits: DType, N: Norm](gpu: Gpu, call: Call) raises:
+    if call.one_scale != 0 and call.power_of_two == 0:
+        _launch[eight_bits, True, N](gpu, call)
+    else:
+        _launch[eight_bits, False, N](gpu, call)
+
+
+def _launch[
+    eight_bits: DType, multiplies: Bool, N: Norm
+](gpu: Gpu, call: Call) raises:
     var across = ceildiv(call.K, _TILE_COLUMNS)
     var down = ceildiv(max(call.M, call.pitch), TILE_ROWS)
     var tiles = min(
@@ -71,7 +100,9 @@ def _launch[eight_bits: DType, multiplies: Bool](gpu: Gpu, call: Call) raises:
         _MOST_TILES,
     )
     gpu.stream.enqueue_function(
-        gpu.context.compile_function[quantize_kernel[eight_bits, multiplies]](),
+        gpu.context.compile_function[
+            quantize_kernel[eight_bits, multiplies, N]
+        ](),
         Int64(call.x),
         Int64(call.workspace),
         Int64(call.z),
@@ -84,6 +115,11 @@ def _launch[eight_bits: DType, multiplies: Bool](gpu: Gpu, call: Call) raises:
         Int32(call.one_scale),
         Int32(call.power_of_two),
         Int32(tiles),
+        Int64(call.mean),
+        Int64(call.rstd),
+        Int64(call.gamma),
+        Int64(call.beta),
+        call.weight_offset.cast[DType.float32](),
         grid_dim=(across, ceildiv(down, tiles)),
         block_dim=_THREADS,
         attributes=pdl_attributes(),
@@ -129,7 +165,7 @@ def _group(column: Int, group: Int) -> Int:
     `nvvm.minctasm`=SIMDLength(_BLOCKS),
 )
 def quantize_kernel[
-    eight_bits: DType, multiplies: Bool
+    eight_bits: DType, multiplies: Bool, N: Norm
 ](
     x: Int64,
     maxima: Int64,
@@ -143,6 +179,11 @@ def quantize_kernel[
     one_scale: Int32,
     power_of_two: Int32,
     tiles: Int32,
+    means: Int64,
+    rstds: Int64,
+    gamma: Int64,
+    beta: Int64,
+    offset: Float32,
 ):
     """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
 
@@ -152,10 +193,11 @@ def quantize_kernel[
         eight_bits: The type, float8_e4m3fn or float8_e5m2.
         multiplies: Whether numbers are multiplied by 1 / scale, as torchao does with one scale for all; otherwise they have the
             bits of a division.
+        N: The norm of x that is quantized.
 
     Args:
         x: Address of the matrix [m, k] in bfloat16.
-        maxima: Address of the results of `maxima_kernel`.
+        maxima: Address of the results of `maxima_kernel` or `norm_maxima_kernel`.
         z: Address of the result [m, k], or 0.
         zt: Address of the transposed result [k, pitch], or 0.
         z_scales: Address of the scales of z [m].
@@ -166,6 +208,11 @@ def quantize_kernel[
         one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
         tiles: How many tiles a block has, one below the other.
+        means: Address of the means of rows [m], for a norm that has them.
+        rstds: Address of what rows are multiplied by [m], for a norm.
+        gamma: Address of factors [k] in bfloat16, or 0.
+        beta: Address of what is added [k] in bfloat16, or 0.
+        offset: Added to gamma, if there is one.
     """
     pdl_wait()
     pdl_trigger()
@@ -212,8 +259,50 @@ def quantize_kernel[
         address_space=AddressSpace.SHARED,
         alignment=16,
     ]()
+    # Rstd of the rows of all tiles, one row for each thread; then the means, if there are any.
+    var statistics = stack_allocation[
+        _THREADS * (2 if N.has_mean else 1),
+        Float32,
+        address_space=AddressSpace.SHARED,
+        alignment=16,
+    ]()
+    comptime assert _MOST_TILES * TILE_ROWS <= _THREADS
+    comptime if N.has_rstd:
+        if first_row + thread < min(end, Int(m)):
+            statistics.unsafe_offset(thread).unsafe_store(
+                at[DType.float32](rstds, first_row + thread).unsafe_load()
+            )
+            comptime if N.has_mean:
+                statistics.unsafe_offset(_THREADS + thread).unsafe_store(
+                    at[DType.float32](means, first_row + thread).unsafe_load()
+                )
+    # Of two columns, gamma of both and then beta of both.
+    var features = stack_allocation[
+        2 * _TILE_COLUMNS,
+        Float32,
+        address_space=AddressSpace.SHARED,
+        alignment=16,
+    ]()
     if thread < _TILE_COLUMNS:
         var c = first_column + thread
+        comptime if N.has_rstd:
+            # A -0 changes nothing, not even the sign of a zero.
+            var pair = SIMD[DType.float32, 2](1, -0.0)
+            if gamma != 0 and c < Int(k):
+                pair[0] = offset + (
+                    at[DType.bfloat16](gamma, c)
+                    .unsafe_load()
+                    .cast[DType.float32]()
+                )
+            if beta != 0 and c < Int(k):
+                pair[1] = (
+                    at[DType.bfloat16](beta, c)
+                    .unsafe_load()
+                    .cast[DType.float32]()
+                )
+            var place = features.unsafe_offset(thread // 2 * 4 + thread % 2)
+            place.unsafe_store(pair[0])
+            place.unsafe_offset(2).unsafe_store(pair[1])
         if zt != 0 and c < Int(k):
             var pair = _scale_and_inverse[eight_bits, multiplies](
                 _magnitude(maxima, 0 if is_one else c), power_of_two != 0
@@ -234,6 +323,28 @@ def quantize_kernel[
             if block_idx.x == 0:
                 at[DType.float32](z_scales, start + r).unsafe_store(pair[0])
         barrier()
+        comptime if N.has_rstd:
+            var its_rows = statistics.unsafe_offset(
+                start - first_row + 4 * down
+            )
+            var rstd = its_rows.unsafe_load[width=4, alignment=16]()
+            var mean = Four(0)
+            comptime if N.has_mean:
+                mean = its_rows.unsafe_offset(_THREADS).unsafe_load[
+                    width=4, alignment=16
+                ]()
+            comptime for j in range(LOAD // 2):
+                var of_pair = features.unsafe_offset(
+                    2 * own + 4 * j
+                ).unsafe_load[width=4, alignment=16]()
+                comptime for i in range(4):
+                    rows[i][j] = normalized_pair[N](
+                        rows[i][j],
+                        mean[i],
+                        rstd[i],
+                        {of_pair[0], of_pair[1]},
+                        {of_pair[2], of_pair[3]},
+                    )
         # The next tile is on its way while this one is computed.
         from_x += Int64(2 * TILE_ROWS * Int(k))
         if start + TILE_ROWS < end:
@@ -335,15 +446,12 @@ def _maximum_of_row(
 def _used_from_here(rows: StaticTuple[Words, 4]) -> StaticTuple[Words, 4]:
     """Returns the same words.
 
-    Without it, the compiler widens numbers once for both results, before it reads maxima: no block waits for its loads and for
-    those of maxima at the same time, and numbers take twice the registers.
+    Without it, the compiler widens numbers for both results before it reads maxima: no block waits for its loads and for those
+    of maxima at the same time.
     """
     var same = rows
     comptime for i in range(4):
-        comptime for j in range(4):
-            same[i][j] = inlined_assembly[
-                "mov.b32 $0, $1;", UInt32, constraints="=r,r"
-            ](rows[i][j])
+        same[i] = used_from_here(rows[i])
     return same
 
 

@@ -2,6 +2,7 @@
 
 from max.gpu.memory import AddressSpace
 from std.memory import bitcast
+from std.sys import inlined_assembly
 
 comptime LOAD = 8
 """Elements that a thread loads together."""
@@ -74,3 +75,43 @@ def high_halves(words: Words) -> Four:
         The numbers.
     """
     return bitcast[DType.float32, 4](words & Words(0xFFFF0000))
+
+
+@always_inline
+def rounded_words(low: Four, high: Four) -> Words:
+    """Rounds numbers to bfloat16.
+
+    Args:
+        low: The first number of each pair.
+        high: The second number of each.
+
+    Returns:
+        The pairs.
+    """
+    var words = Words(0)
+    comptime for i in range(LOAD // 2):
+        words[i] = bitcast[DType.uint32, 1](
+            SIMD[DType.float32, 2](low[i], high[i]).cast[DType.bfloat16]()
+        )
+    return words
+
+
+@always_inline
+def used_from_here(words: Words) -> Words:
+    """Returns the same words, which no code before this widens.
+
+    The compiler widens numbers once for all that use them, and out of a loop if it can. That takes twice the registers, and
+    may have a block wait for these words before it reads what comes next.
+
+    Args:
+        words: Pairs of numbers.
+
+    Returns:
+        The same.
+    """
+    var same = words
+    comptime for j in range(LOAD // 2):
+        same[j] = inlined_assembly[
+            "mov.b32 $0, $1;", UInt32, constraints="=r,r"
+        ](words[j])
+    return same

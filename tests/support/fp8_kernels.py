@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from stand_in import EIGHT_BITS, standing_in
 from torch import Tensor
 
-from fused_norm import recipes
+from fused_norm import composition, recipes
 from fused_norm.activations import ACTIVATIONS, activated, activation_gradient, is_gate
 from fused_norm.call.record import Call, Part
+from fused_norm.composition import Operands, Spec
+from fused_norm.norms import NORMS, by_number
 from fused_norm.recipes import E4M3, E5M2, Cast
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -31,6 +33,10 @@ def at(address: int, dtype: torch.dtype, *shape: int, multiple: int = 16) -> Ten
     count = int(torch.Size(shape).numel()) * dtype.itemsize
     memory = (ctypes.c_char * count).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(-1), other.nan_to_num(-1))
 
 
 def store(address: int, values: Tensor) -> None:
@@ -74,11 +80,28 @@ def name_of(activation: int) -> str:
     return next((name for name, a in ACTIVATIONS.items() if a.number == activation), "")
 
 
+def normalized(call: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the norm of rows in bfloat16, whose gamma and beta are so as well, mean and rstd."""
+    gamma, beta = (at(a, BF16, call.K) if a else None for a in (call.gamma, call.beta))
+    spec = Spec(by_number(call.normalization), eps=call.eps, weight_offset=call.weight_offset)
+    z = composition.normalized(spec, x, Operands(x, None, gamma, beta))
+    mean, rstd = NORMS[spec.normalization].statistics(x.float(), call.eps)
+    assert bool(call.mean) == (mean is not None)
+    return z, mean, rstd
+
+
 def maxima(call: Any) -> None:
     """Write the maxima of x: here as numbers in float32, where kernels have bits of bfloat16."""
     is_one, of_rows = bool(call.one_scale), bool(call.z)
     assert call.K % 8 == 0
-    if not call.activation:
+    if call.rstd:
+        assert not call.activation
+        z, mean, rstd = normalized(call, at(call.x, BF16, call.M, call.K))
+        matrices = [z]
+        store(call.rstd, rstd)
+        if mean is not None:
+            store(call.mean, mean)
+    elif not call.activation:
         matrices = [at(call.x, BF16, call.M, call.K)]
     else:
         name = name_of(call.activation)
@@ -103,9 +126,14 @@ def keep(address: int, found: Tensor) -> None:
 def quantize_by_maxima(call: Any) -> None:
     x, is_one = at(call.x, BF16, call.M, call.K), bool(call.one_scale)
     assert call.K % 8 == 0
+    if call.rstd:
+        assert TYPES[call.eight_bits] is E4M3
+        x, mean, rstd = normalized(call, x)
+        for address, numbers in ((call.mean, mean), (call.rstd, rstd)):
+            assert numbers is None or same_numbers(at(address, F32, call.M), numbers)
     expected = bits_of_maxima(x, is_one, bool(call.z))
     there = at(call.workspace, F32, len(expected))
-    assert torch.equal(there.nan_to_num(-1), expected.nan_to_num(-1))
+    assert same_numbers(there, expected)
     cast = Cast(TYPES[call.eight_bits], "tensor" if is_one else "row")
     if call.z:
         q, scale = recipes.quantize(x, cast, bool(call.power_of_two))
