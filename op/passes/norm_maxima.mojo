@@ -17,7 +17,7 @@ from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import ceildiv
 from std.memory import stack_allocation
-from std.sys import inlined_assembly
+from std.sys import llvm_intrinsic
 from std.utils import StaticTuple
 
 from ..call import Call
@@ -282,11 +282,10 @@ def _larger_half_of(words: Words) -> UInt32:
 
 @always_inline
 def _largest_of_warp(bits: UInt32) -> UInt32:
-    return inlined_assembly[
-        "redux.sync.max.u32 $0, $1, 0xffffffff;",
-        UInt32,
-        constraints="=r,r",
-    ](bits)
+    # An intrinsic: the compiler knows that all lanes have to arrive at one and the same instruction.
+    return llvm_intrinsic["llvm.nvvm.redux.sync.umax", UInt32](
+        bits, UInt32(0xFFFFFFFF)
+    )
 
 
 struct _Team(TrivialRegisterPassable):
