@@ -11,12 +11,13 @@ from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
 from std.memory import stack_allocation
-from std.sys import size_of
+from std.sys import get_defined_int, size_of
 from std.utils import StaticTuple
 
 from ..device import Gpu
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait, prefetch
 from ..rows.operands import accumulator
+from . import dense
 from .call import RotaryCall
 from .pair import Pair, Places, angles_of, gamma_of, load
 
@@ -101,15 +102,100 @@ def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
             call.is_interleaved != 0
         ) == interleaved:
             if call.dy != 0:
-                _launch[dtype, BACKWARD, norm, interleaved](
-                    gpu, call, log_lanes
-                )
+                comptime if VARIANT > 0:
+                    _choose[dtype, True, norm, interleaved](
+                        gpu, call, log_lanes
+                    )
+                else:
+                    _launch[dtype, BACKWARD, norm, interleaved](
+                        gpu, call, log_lanes
+                    )
             elif call.slots != 0:
                 _launch[dtype, INTO_CACHES, norm, interleaved](
                     gpu, call, log_lanes
                 )
             else:
-                _launch[dtype, FORWARD, norm, interleaved](gpu, call, log_lanes)
+                comptime if VARIANT > 0:
+                    _choose[dtype, False, norm, interleaved](
+                        gpu, call, log_lanes
+                    )
+                else:
+                    _launch[dtype, FORWARD, norm, interleaved](
+                        gpu, call, log_lanes
+                    )
+
+
+comptime VARIANT = get_defined_int["rotary_variant", 0]()
+"""Which experiment is compiled: 0 for none."""
+# 1: any D; 2: also D known; 3: and the next share loaded ahead; 4: 16-byte loads, ahead in a backward with a norm; 5: the
+# same, ahead everywhere; 6: two heads in a forward; 7: eight heads in a forward, 16-byte loads in a backward with a norm,
+# not ahead; 8: like 2, with more blocks.
+
+
+def _choose[
+    dtype: DType, backward: Bool, norm: Bool, interleaved: Bool
+](gpu: Gpu, call: RotaryCall, log_lanes: Int) raises:
+    comptime own = width_of[dtype]()
+    comptime sums_gamma = backward and norm
+    comptime is_wide = (
+        VARIANT == 4 or VARIANT == 5 or (VARIANT == 7 and sums_gamma)
+    ) and size_of[dtype]() == 2
+    comptime is_ahead = VARIANT == 3 or VARIANT == 5 or (
+        VARIANT == 4 and sums_gamma
+    )
+    comptime wide = 2 * own if is_wide else own
+    var is_fixed = (
+        call.rotary == call.D
+        and call.cos != 0
+        and call.angles_are_float32 == Int(dtype == DType.float32)
+    )
+    comptime if VARIANT > 1 and not interleaved:
+        comptime for D in [64, 128]:
+            if is_fixed and call.D == D:
+                comptime share = 2 if sums_gamma or is_wide or VARIANT == 6 else (
+                    8 if VARIANT == 7 and not backward else 4
+                )
+                comptime blocks = (
+                    (
+                        4 if sums_gamma and not is_ahead else 3
+                    ) if sums_gamma else 5
+                ) if is_wide else (
+                    2 if VARIANT == 7
+                    and not backward else (3 if norm else 4)
+                    + Int(VARIANT == 8 and not sums_gamma)
+                    + Int(VARIANT == 6 and not sums_gamma)
+                )
+                comptime way = dense.Way(
+                    is_backward=backward,
+                    is_normalized=norm,
+                    is_interleaved=interleaved,
+                    D=D,
+                    width=wide,
+                    sums=own,
+                    share=share,
+                    threads=THREADS // 2 if is_wide else THREADS,
+                    blocks=4 if is_wide and norm and not backward else blocks,
+                    turns=4 if is_ahead else 1,
+                    is_ahead=is_ahead,
+                )
+                comptime lanes = D // (2 * wide)
+                comptime log = 4 if lanes == 16 else (3 if lanes == 8 else 2)
+                dense.launch[dtype, way](gpu, call, log)
+                return
+    comptime way = dense.Way(
+        is_backward=backward,
+        is_normalized=norm,
+        is_interleaved=interleaved,
+        D=0,
+        width=own,
+        sums=own,
+        share=2 if backward and norm else 4,
+        threads=THREADS,
+        blocks=_BLOCKS[dtype, FORWARD, norm],
+        turns=1,
+        is_ahead=False,
+    )
+    dense.launch[dtype, way](gpu, call, log_lanes)
 
 
 def _launch[
