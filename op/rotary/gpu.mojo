@@ -16,7 +16,10 @@ from std.utils import StaticTuple
 
 from ..device import Gpu
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait, prefetch
+from ..rows.columns import Total, Totals
+from ..rows.launch_columns import launch_totals
 from ..rows.operands import accumulator
+from ..rows.types import FLOAT32, code_of
 from . import dense
 from .call import RotaryCall
 from .pair import Pair, Places, angles_of, gamma_of, load
@@ -73,7 +76,7 @@ def log_lanes_of[dtype: DType](D: Int) -> Int:
 
 
 def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
-    """Launches the forward, or the backward where dy is given.
+    """Launches the forward, or the backward where dy is given, and what adds up a gradient of gamma.
 
     Parameters:
         dtype: The type of x, y and their gradients.
@@ -123,6 +126,24 @@ def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
                     _launch[dtype, FORWARD, norm, interleaved](
                         gpu, call, log_lanes
                     )
+    if call.gamma_sum != 0:
+        _add_parts[dtype](gpu, call)
+
+
+def _add_parts[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
+    """Adds up the parts of the gradient of gamma."""
+    var totals = Totals()
+    totals.add(
+        Total(
+            Int64(call.gamma_sum),
+            Int64(call.dgamma),
+            Int32(call.parts),
+            Int32(call.D),
+            1,
+            FLOAT32 if call.gamma_is_float32 != 0 else code_of[dtype](),
+        )
+    )
+    launch_totals[accumulator[dtype]()](gpu, totals)
 
 
 comptime VARIANT = get_defined_int["rotary_variant", 0]()
