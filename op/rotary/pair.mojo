@@ -309,7 +309,31 @@ def _angles_of[
     if call.is_interleaved == 0:
         var one = Places(places.a, places.a, True)
         return load[dtype, accum, width, alignment](address, start, one)
-    # One angle for two neighbors.
+    return angles_of_neighbors[dtype, accum, width, alignment](
+        address, start, places
+    )
+
+
+@always_inline
+def angles_of_neighbors[
+    dtype: DType, accum: DType, width: Int, alignment: Int
+](address: Int, start: Int, places: Places) -> Pair[accum, width]:
+    """Loads the cosines or the sines of a pair, of which there is one for two neighbors.
+
+    Parameters:
+        dtype: Their type.
+        accum: The type computed in.
+        width: Elements of a piece.
+        alignment: Bytes that pieces are aligned to.
+
+    Args:
+        address: Address of the cosines or the sines.
+        start: Index of the first of the row's.
+        places: Where the pieces are in a head.
+
+    Returns:
+        One for each element.
+    """
     comptime half = width // 2
     comptime bytes = min(alignment, half * size_of[dtype]())
     var halves = load[dtype, accum, half, bytes](
