@@ -22,7 +22,7 @@ _LANES = 32
 # Alignment of rows on a GPU, in bytes.
 _ALIGNMENT = 16
 # Heads whose gradients of gamma are summed sequentially, and the most partial sums there are; on a
-# GPU, partial sums per multiprocessor: the blocks that run on it at once (op/rotary/gpu.mojo).
+# GPU, partial sums per multiprocessor: the blocks that run on it at once (op/rotary/dense.mojo).
 _PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 3
 
 

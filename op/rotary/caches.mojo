@@ -8,8 +8,9 @@ from std.utils import StaticTuple
 from ..pdl import pdl_trigger, pdl_wait, prefetch
 from ..rows.operands import accumulator
 from .call import RotaryCall
+from .factors import angles_of, gamma_of
 from .lanes import THREADS, Lane, add_over_lanes, width_of
-from .pair import Pair, Places, angles_of, gamma_of, load
+from .pair import Pair, Places, load
 
 comptime CACHE_SHARE = 4
 """Heads of a row that a group of lanes has together: they have one angle."""

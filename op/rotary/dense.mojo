@@ -10,7 +10,7 @@ from ..pdl import pdl_trigger, pdl_wait
 from ..rows.operands import accumulator
 from .call import RotaryCall
 from .divisor import Divisor
-from .factors import Angles, angles_at, gamma_at
+from .dense_factors import Angles, angles_at, gamma_at
 from .lanes import THREADS, store_sums, width_of
 from .math import backward_of, forward_of, rstds_of
 from .pair import Pair

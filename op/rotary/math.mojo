@@ -3,7 +3,7 @@
 from std.math import rsqrt
 from std.utils import StaticTuple
 
-from .factors import Angles
+from .dense_factors import Angles
 from .lanes import add_over_lanes
 from .pair import Pair
 from .shares import Share
