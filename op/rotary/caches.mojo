@@ -85,6 +85,7 @@ def _compute[
     comptime if is_normalized:
         if has_pair and call.is_normalized != 0:
             g = gamma_of[dtype, accum, width, bytes](call, places)
+    # At most once: without a loop, the compiled kernel is longer.
     for begin in range(first, last, lane.groups):
         var its_share = begin + lane.group
         # All lanes of a warp take part in its sums.

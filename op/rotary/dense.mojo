@@ -87,7 +87,7 @@ struct Grid[way: Way](KernelArgument, TrivialRegisterPassable):
 def dense_kernel[dtype: DType, way: Way](call: RotaryCall, grid: Grid[way]):
     """Normalizes and rotates heads, or computes the gradient of that.
 
-    Grid: see there. Block: THREADS threads, a power of two for some heads of one row.
+    Grid: what `grid` counts. Block: THREADS threads, a power of two for some heads of one row.
 
     Parameters:
         dtype: The type of x, y and their gradients.
