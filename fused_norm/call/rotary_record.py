@@ -14,7 +14,7 @@ FIELDS = (
     *("second_heads", "second_pitch", "second_x", "second_gamma", "second_y"),
     *("slots", "slot_count", "tokens", "second_sequence", "second_head", "second_slot"),
     *("third_pitch", "third_x", "third_y", "third_sequence", "third_head", "third_slot"),
-    *("y_sequence", "y_head", "y_slot"),
+    *("y_sequence", "y_head", "y_slot", "gamma_sum"),
 )
 NUMBERS = ("eps", "weight_offset")
 

@@ -22,7 +22,7 @@ _LANES = 32
 # Alignment of rows on a GPU, in bytes.
 _ALIGNMENT = 16
 # Heads whose gradients of gamma are summed sequentially, and the most partial sums there are; on a
-# GPU, partial sums per multiprocessor: the blocks that run on it at once (op/rotary/gpu.mojo).
+# GPU, partial sums per multiprocessor: the blocks that run on it at once (op/rotary/dense.mojo).
 _PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 3
 
 
@@ -218,15 +218,17 @@ def backward(
         dy: The gradient of the result, dense.
         t: The tensors; on a GPU aligned, x with a pitch, the others dense.
         rotation: How heads are rotated.
-        wants_gamma: Whether the gradient of gamma is wanted.
+        wants_gamma: Whether the gradient of gamma is wanted, if there is gamma.
     """
     x = t.x
-    dx, dgamma = x.new_empty(x.shape), None
-    if wants_gamma:
+    dx, dgamma, total = x.new_empty(x.shape), None, None
+    if wants_gamma and t.gamma is not None:
         dgamma = x.new_empty((_parts(x, 0), x.shape[-1]), dtype=statistics_dtype(x.dtype))
-    _run(t, rotation, dy=dy, dx=dx, dgamma=dgamma)
-    if dgamma is None or t.gamma is None:
-        return dx, None
+        # On a GPU, the kernel's launch adds the parts up: PyTorch's sum takes longer.
+        total = t.gamma.new_empty(t.gamma.shape) if x.is_cuda else None
+    _run(t, rotation, dy=dy, dx=dx, dgamma=dgamma, gamma_sum=total)
+    if dgamma is None or t.gamma is None or total is not None:
+        return dx, total
     return dx, dgamma.sum(0).to(t.gamma.dtype)
 
 

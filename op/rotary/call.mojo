@@ -101,6 +101,8 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     """Elements from one head of it to the next."""
     var y_slot: Int
     """Elements from one token of it to the next; 0 where y is dense."""
+    var gamma_sum: Int
+    """The gradient of gamma [D], of the type of gamma: the sum of dgamma over parts; 0 where it is not wanted, and on a CPU."""
 
     def units(self) -> Int:
         """Counts the heads of all rows of x.

@@ -7,7 +7,8 @@ from ..pages import prefer_large_pages
 from ..rows.operands import accumulator
 from ..team import Data, Team
 from .call import RotaryCall
-from .pair import Pair, Places, angles_of, gamma_of, load
+from .factors import angles_of, gamma_of
+from .pair import Pair, Places, load
 
 comptime WIDTH = 8
 """Elements of a piece: D and `rotary` are multiples of two."""

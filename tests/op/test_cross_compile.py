@@ -30,7 +30,8 @@ EXTENSION_KERNELS = {
         b"op_rows_columns_panel_kern",
         b"op_rows_columns_total_kern",
         b"op_passes_gpu_modulation_kern",
-        b"op_rotary_gpu_rotary_kernel",
+        b"op_rotary_dense_dense_kernel",
+        b"op_rotary_caches_caches_kerne",
     ],
     "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rows_op_gpu_add_up_kernel"],
 }

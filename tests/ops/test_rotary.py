@@ -78,7 +78,7 @@ def of_angles(angles: Tensor | None, rotation: Rotation, dtype: torch.dtype) -> 
     return [angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
-SIZES = [(64, 64), (128, 32), (96, 96), (256, 128), (128, 0), (80, 16)]
+SIZES = [(64, 64), (128, 128), (128, 32), (96, 96), (256, 128), (128, 0), (80, 16)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
