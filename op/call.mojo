@@ -125,8 +125,6 @@ struct Call(ImplicitlyCopyable, Movable):
     """Whether the scales of what has 8 bits are rounded up to powers of two."""
     var one_scale: Int
     """Whether all elements of a matrix that is quantized have one, which is written for each row and column."""
-    var from_last: Int
-    """Whether a matrix is quantized from its last rows to its first: those were written last, and are still in a cache."""
     var block_scales: Int
     """Which blocks of z have scales of their own, `VECTORS` or `SQUARES`; 0 for none. In a product those of the weight
     are squares."""
@@ -225,7 +223,6 @@ struct Call(ImplicitlyCopyable, Movable):
         self.eight_bits = 0
         self.power_of_two = 0
         self.one_scale = 0
-        self.from_last = 0
         self.block_scales = 0
         self.z_scale = 0
         self.y_scale = 0

@@ -14,7 +14,7 @@ CALL_FIELDS = (
     *("groups", "scale", "shift", "group_pitch", "dscale", "dshift"),
     *("activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
-    *("from_last", "block_scales"),
+    "block_scales",
     *("z_scale", "y_scale", "y_one_scale", "zt", "zt_scale", "workspace", "strategy"),
     "workspace_bytes",
 )

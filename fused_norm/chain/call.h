@@ -28,8 +28,7 @@ struct Call {
   int64_t activation;
   void *h, *a, *da, *dh;
   Part* parts;
-  int64_t part_count, pitch, eight_bits, power_of_two, one_scale, from_last;
-  int64_t block_scales;
+  int64_t part_count, pitch, eight_bits, power_of_two, one_scale, block_scales;
   void *z_scale, *y_scale;
   double y_one_scale;
   void *zt, *zt_scale, *workspace;

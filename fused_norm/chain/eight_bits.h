@@ -223,11 +223,10 @@ struct NormOfRows {
 };
 
 // A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted;
-// or a norm of it, in e4m3. Maxima that are not given are computed here. A matrix whose last rows were
-// written last is quantized from there.
+// or a norm of it, in e4m3. Maxima that are not given are computed here.
 inline Quantized quantized(
     const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
-    Rooms& rooms, Tensor maxima = {}, const NormOfRows* norm = nullptr, bool from_last = false) {
+    Rooms& rooms, Tensor maxima = {}, const NormOfRows* norm = nullptr) {
   require_kernels(
       given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
@@ -260,8 +259,6 @@ inline Quantized quantized(
   const bool are_there = maxima.defined();
   if (!are_there) maxima = rooms.take(v, M, K, cast, plain);
   call.workspace = address(maxima);
-  // Maxima are found from the last rows to the first.
-  call.from_last = from_last;
   if (!are_there) launch(kernels.maxima, call, v);
   launch(kernels.quantize_by_maxima, call, v);
   return found;

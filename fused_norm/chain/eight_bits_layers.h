@@ -41,8 +41,7 @@ inline Handles fp8_layers(
     expect_weights(weights, weight_scales, by, keeps_weights, rooms);
     const auto rows = z_scale
         ? Quantized{{whole, tensor_of(*z_scale), cast.by_block()}, {}}
-        : quantized(
-              whole, cast, true, keeps_rows, kernels, rooms, readable(own), nullptr, own.defined());
+        : quantized(whole, cast, true, keeps_rows, kernels, rooms, readable(own));
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
         weights, weight_scales, biases, given, by, kernels, rooms,

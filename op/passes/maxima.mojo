@@ -6,7 +6,7 @@ The bits of magnitudes have the order of the numbers, with NaN last, so that an 
 result.
 """
 
-from max.gpu import barrier, block_idx, grid_dim, thread_idx
+from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import align_up, ceildiv
@@ -174,15 +174,13 @@ def maxima_kernel[
     var thread = Int(thread_idx.x)
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % ACROSS * LOAD
     var most = StaticTuple[Words, halves](fill=Words(0))
-    # From the last rows to the first: what the kernel before wrote last is still in the L2 cache.
-    var top = Int(grid_dim.y - 1 - block_idx.y) * _ROWS
-    var first = top + thread // ACROSS
-    var last = min(top + _ROWS, Int(m))
+    var first = Int(block_idx.y) * _ROWS + thread // ACROSS
+    var last = min(Int(block_idx.y + 1) * _ROWS, Int(m))
     var next = _Loaded[differentiates, gates, loads](
         x, da, h, first, column, Int(m), Int(k)
     )
     # All threads take each step: those of a row compare what they have.
-    for start in range(top, last, loads * _DOWN):
+    for start in range(Int(block_idx.y) * _ROWS, last, loads * _DOWN):
         var row = start + thread // ACROSS
         var loaded = next
         # The next rows are on their way while these are computed.

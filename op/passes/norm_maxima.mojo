@@ -169,16 +169,14 @@ def norm_maxima_kernel[
     var rows_of_step = Int32(grid_dim.x) * rows
     var next = _Row(fill=Words(0))
     if row < m:
-        next = _load(from_x + Int64(2 * Int(m - 1 - row) * Int(k)), left)
-    # All threads of a group have the same rows, from the last to the first: what the kernel before wrote last is still in
-    # the L2 cache.
+        next = _load(from_x + Int64(2 * Int(row) * Int(k)), left)
+    # All threads of a group have the same rows.
     while row < m:
         var here = next
-        var place = Int(m - 1 - row)
         # The next row is on its way while this one is computed.
         if row + rows_of_step < m:
             next = _load(
-                from_x + Int64(2 * (place - Int(rows_of_step)) * Int(k)), left
+                from_x + Int64(2 * Int(row + rows_of_step) * Int(k)), left
             )
         var mean = Float32(0)
         var inverse_k = 1 / Float32(k)
@@ -194,8 +192,8 @@ def norm_maxima_kernel[
             mean += sums[0] * inverse_k
         if column == 0:
             comptime if N.has_mean:
-                at[DType.float32](means, place).unsafe_store(mean)
-            at[DType.float32](rstds, place).unsafe_store(rstd)
+                at[DType.float32](means, Int(row)).unsafe_store(mean)
+            at[DType.float32](rstds, Int(row)).unsafe_store(rstd)
         var largest = Words(0)
         comptime for i in range(_TILE):
             if Int32(i * _STEP) < left:
@@ -223,7 +221,7 @@ def norm_maxima_kernel[
         if one_scale == 0 and of_rows != 0:
             var bits = _largest_of_warp(_larger_half_of(largest))
             if lane == 0:
-                keep_largest(maxima, Int(k) + place, bits)
+                keep_largest(maxima, Int(k) + Int(row), bits)
         row += rows_of_step
     if one_scale != 0:
         var largest = Words(0)

@@ -9,7 +9,6 @@ from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
     barrier,
     block_idx,
-    grid_dim,
     thread_idx,
 )
 from max.gpu.memory import AddressSpace
@@ -66,8 +65,8 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
         gpu: Where to run.
         call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the pitch
             at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one scale; the
-            workspace, as `run_maxima` leaves it; from_last. With rstd, as `run_norm_maxima` leaves it: what is written are the
-            rows in e4m3 once they are normalized.
+            workspace, as `run_maxima` leaves it. With rstd, as `run_norm_maxima` leaves it: what is written are the rows
+            in e4m3 once they are normalized.
 
     Raises:
         If a launch fails.
@@ -116,7 +115,6 @@ def _launch[
         Int32(call.one_scale),
         Int32(call.power_of_two),
         Int32(tiles),
-        Int32(call.from_last),
         Int64(call.mean),
         Int64(call.rstd),
         Int64(call.gamma),
@@ -181,7 +179,6 @@ def quantize_kernel[
     one_scale: Int32,
     power_of_two: Int32,
     tiles: Int32,
-    from_last: Int32,
     means: Int64,
     rstds: Int64,
     gamma: Int64,
@@ -211,7 +208,6 @@ def quantize_kernel[
         one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
         tiles: How many tiles a block has, one below the other.
-        from_last: Whether the first blocks have the last rows.
         means: Address of the means of rows [m], for a norm that has them.
         rstds: Address of what rows are multiplied by [m], for a norm.
         gamma: Address of factors [k] in bfloat16, or 0.
@@ -232,10 +228,7 @@ def quantize_kernel[
     # Divisions take longer than all else does to a number: one thread for each scale, first those of columns.
     var r = thread - _TILE_COLUMNS
     var has_row = z != 0 and r >= 0 and r < TILE_ROWS
-    var tile = block_idx.y
-    if from_last != 0:
-        tile = grid_dim.y - 1 - tile
-    var first_row = Int(tile) * Int(tiles) * TILE_ROWS
+    var first_row = Int(block_idx.y) * Int(tiles) * TILE_ROWS
     var end = min(first_row + Int(tiles) * TILE_ROWS, max(Int(m), Int(pitch)))
     # Places of a thread in the first tile, and how many rows there are from there on.
     var row = first_row + 4 * down
