@@ -83,16 +83,20 @@ def is_alone() -> bool:
     return not torch.distributed.is_initialized()
 
 
-@functools.cache
 def is_hopper(device: int) -> bool:
     """Return whether the device with an index exists and has Hopper's kernels."""
+    return _is_hopper(device)
+
+
+# PyTorch's compiler cannot trace a question to the driver, and warns of a cache.
+is_hopper.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-# PyTorch's compiler cannot trace a question to the driver.
-is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 
 
 def may_use_tf32() -> bool:
