@@ -27,7 +27,7 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .gradients import rows_before_gate
+from .gradients import gradients
 from .normalized import normalized_pair
 from .words import (
     LOAD,
@@ -52,7 +52,6 @@ comptime _HALVES = _TILE_COLUMNS // (_ACROSS * LOAD)
 comptime _PITCH = TILE_ROWS // 4
 # Blocks that an SM has room for, which bounds the registers of a thread.
 comptime _BLOCKS = 3
-comptime _BLOCKS_OF_GATE = 2
 # Tiles of a block: the second one is loaded while the first one is computed. More of them gained nothing on an H200, where
 # fewer blocks share the SMs less evenly.
 comptime _MOST_TILES = 2
@@ -174,7 +173,7 @@ def _group(column: Int, group: Int) -> Int:
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(_THREADS)),
-    `nvvm.minctasm`=SIMDLength(_BLOCKS_OF_GATE if of_gate else _BLOCKS),
+    `nvvm.minctasm`=SIMDLength(_BLOCKS),
 )
 def quantize_kernel[
     eight_bits: DType, multiplies: Bool, N: Norm, of_gate: Bool
@@ -344,7 +343,7 @@ def quantize_kernel[
     for start in range(first_row, end, TILE_ROWS):
         var rows = next
         comptime if of_gate:
-            rows = rows_before_gate(
+            rows = _rows_before_gate(
                 kind, da, h, start + 4 * down, column, Int(k) // 2, left
             )
         if has_row and start + r < Int(m):
@@ -463,6 +462,38 @@ def _rows(address: Int64, k: Int, left: Int32) -> StaticTuple[Words, 4]:
     comptime for i in range(4):
         if Int32(i) < left:
             rows[i] = load_words(address, i * k)
+    return rows
+
+
+@always_inline
+def _rows_before_gate(
+    kind: Int32,
+    da: Int64,
+    h: Int64,
+    row: Int,
+    column: Int,
+    half: Int,
+    left: Int32,
+) -> StaticTuple[Words, 4]:
+    """Computes 8 columns of four rows of the gradient before a gate, zeros where there are none."""
+    var gates = StaticTuple[Words, 4](fill=Words(0))
+    var others = StaticTuple[Words, 4](fill=Words(0))
+    var all_da = StaticTuple[Words, 4](fill=Words(0))
+    var is_other = column >= half
+    var own = column - half if is_other else column
+    comptime for i in range(4):
+        if Int32(i) < left:
+            all_da[i] = load_words(da, (row + i) * half + own)
+            gates[i] = load_words(h, 2 * (row + i) * half + own)
+            if not is_other:
+                others[i] = load_words(h, (2 * (row + i) + 1) * half + own)
+    var rows = StaticTuple[Words, 4](fill=Words(0))
+    if is_other:
+        comptime for i in range(4):
+            rows[i] = gradients[True](kind, all_da[i], gates[i], others[i])[1]
+    else:
+        comptime for i in range(4):
+            rows[i] = gradients[True](kind, all_da[i], gates[i], others[i])[0]
     return rows
 
 
