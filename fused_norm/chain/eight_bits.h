@@ -134,25 +134,21 @@ class Rooms {
 };
 
 // The gradient dh [M, N] before an activation, from da [M, N] and h; for a gate with h [M, 2 N], dh is
-// [M, 2 N] for one layer or [2, M, N] for two. Also the maxima of dh. Where nothing else reads dh, that of a
-// gate of one layer is not stored, but computed again when it is quantized: that moves fewer bytes.
+// [M, 2 N] for one layer or [2, M, N] for two. Also the maxima of dh.
 struct BeforeActivation {
-  Tensor dh, maxima, da, h;
-  int64_t activation;
+  Tensor dh, maxima;
 };
 
 inline BeforeActivation before_activation(
     const Tensor& da, const Tensor& h, int64_t activation, const Cast& cast, bool plain,
-    bool is_read, int64_t layers, const EightBits& kernels) {
+    int64_t layers, const EightBits& kernels) {
   const int64_t M = da.size(0), N = da.size(1), halves = activation >= GATED ? 2 : 1;
   require_kernels(
       h.dtype() == BFLOAT16 && is_beside(h, da) && are_equal(h.sizes(), Shape{M, halves * N}) &&
       N % 8 == 0 && N <= LONGEST_ROW / 2 && (layers == 1 || layers == halves));
   const auto own = readable(h);
-  BeforeActivation found{{}, {}, da, own, activation};
-  if (is_read || halves != 2 || layers != 1) {
-    found.dh = layers == 2 ? empty(Shape{2, M, N}, da) : empty(h.sizes(), da);
-  }
+  BeforeActivation found;
+  found.dh = layers == 2 ? empty(Shape{2, M, N}, da) : empty(h.sizes(), da);
   found.maxima = Rooms().take(da, M, halves / layers * N, cast, plain, layers);
   auto call = rows_call(M, 0, kernels.context);
   call.K = N;
@@ -163,7 +159,7 @@ inline BeforeActivation before_activation(
   call.x = address(found.dh);
   call.one_scale = !cast.by_row();
   // Its rows are quantized later, with their maxima.
-  if (plain) call.z = address(da);
+  if (plain) call.z = address(found.dh);
   call.workspace = address(found.maxima);
   launch(kernels.maxima, call, da);
   return found;
@@ -226,26 +222,6 @@ struct NormOfRows {
   }
 };
 
-// Memory for what a record describes, as far as it is wanted, also given to the record.
-inline Quantized allocated(
-    Call& call, const Tensor& like, const Cast& cast, bool plain, bool transposed) {
-  Quantized found;
-  if (plain) {
-    found.plain = {
-        empty(Shape{call.M, call.K}, like, cast.dtype), empty(Shape{call.M, 1}, like, FLOAT32)};
-    call.z = address(found.plain.q);
-    call.z_scale = address(found.plain.scale);
-  }
-  if (transposed) {
-    call.pitch = padded(call.M);
-    found.transposed = {
-        empty(Shape{call.K, call.pitch}, like, cast.dtype), empty(Shape{call.K, 1}, like, FLOAT32)};
-    call.zt = address(found.transposed.q);
-    call.zt_scale = address(found.transposed.scale);
-  }
-  return found;
-}
-
 // A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted;
 // or a norm of it, in e4m3. Maxima that are not given are computed here.
 inline Quantized quantized(
@@ -258,40 +234,33 @@ inline Quantized quantized(
   const int64_t M = v.size(0), K = v.size(1);
   const bool by_maxima = maxima.defined() || transposed || !cast.by_row();
   require_kernels(K <= LONGEST_ROW && (K % 8 == 0 || !by_maxima));
+  Quantized found;
   auto call = quantizing_call(v, cast, kernels);
   call.one_scale = !cast.by_row();
   if (norm) {
     require_kernels(by_maxima && cast.dtype == E4M3 && K <= LONGEST_NORM);
     norm->describe(call);
   }
-  const auto found = allocated(call, v, cast, plain, transposed);
+  if (plain) {
+    found.plain = {empty(Shape{M, K}, v, cast.dtype), empty(Shape{M, 1}, v, FLOAT32)};
+    call.z = address(found.plain.q);
+    call.z_scale = address(found.plain.scale);
+  }
   if (!by_maxima) {
     launch(kernels.quantize, call, v);
     return found;
+  }
+  if (transposed) {
+    call.pitch = padded(M);
+    found.transposed = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
+    call.zt = address(found.transposed.q);
+    call.zt_scale = address(found.transposed.scale);
   }
   const bool are_there = maxima.defined();
   if (!are_there) maxima = rooms.take(v, M, K, cast, plain);
   call.workspace = address(maxima);
   if (!are_there) launch(kernels.maxima, call, v);
   launch(kernels.quantize_by_maxima, call, v);
-  return found;
-}
-
-// The gradient before a gate that was not stored.
-inline Quantized quantized_again(
-    const BeforeActivation& before, const Cast& cast, bool plain, bool transposed,
-    const EightBits& kernels) {
-  auto call = rows_call(before.h.size(0), 0, kernels.context);
-  call.K = before.h.size(1);
-  call.eight_bits = number_of(cast.dtype);
-  call.power_of_two = cast.power_of_two;
-  call.one_scale = !cast.by_row();
-  call.activation = before.activation;
-  call.da = address(before.da);
-  call.h = address(before.h);
-  call.workspace = address(before.maxima);
-  const auto found = allocated(call, before.da, cast, plain, transposed);
-  launch(kernels.quantize_by_maxima, call, before.da);
   return found;
 }
 

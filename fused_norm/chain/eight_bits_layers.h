@@ -118,8 +118,6 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
   Tensors found(1 + 2 * count);
   auto transposed = of.transposed;
   BeforeActivation before;
-  const bool any_bias =
-      std::find(wanted.begin() + 1 + static_cast<int64_t>(count), wanted.end(), true) != wanted.end();
   Rooms rooms;
   expect(rooms, of, wanted);
   for (size_t i = 0; i < count; ++i) {
@@ -127,34 +125,31 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
     if (!given.defined()) continue;
     const auto sizes = given.sizes();
     require_kernels(given.dtype() == BFLOAT16 && sizes.size() && given.numel());
-    const auto da = readable(given).rows();
-    const auto& kernels = eight_bits_of(da);
-    auto dy = da;
+    auto dy = readable(given).rows();
     Tensor maxima;
     if (of.activation) {
       if (!i) {
-        const bool is_read = !of.has_fp8_wgrad || of.grad.by_block() || any_bias;
         before = before_activation(
-            da, of.h, of.activation, of.grad, wanted[0], is_read, static_cast<int64_t>(count),
-            kernels);
+            dy, of.h, of.activation, of.grad, wanted[0], static_cast<int64_t>(count),
+            eight_bits_of(dy));
       }
-      dy = before.dh.defined() ? part_of(before.dh, i, static_cast<int64_t>(count)) : Tensor();
+      dy = part_of(before.dh, i, static_cast<int64_t>(count));
       // Scales of blocks need no maxima of rows or of the whole matrix.
       if (!of.grad.by_block()) maxima = part_of(before.maxima, i, before.maxima.size(0));
     }
     const Tensor& rows = transposed.defined() ? transposed.q : of.z;
-    require_kernels(is_beside(da, rows));
+    require_kernels(is_beside(dy, rows));
     require_kernels(
-        transposed.defined() ? padded(da.size(0)) == rows.size(1) : da.size(0) == rows.size(0));
+        transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
+    const auto& kernels = eight_bits_of(dy);
     const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
     Quantized q;
     if (wanted[0] || transposes) {
-      q = dy.defined() ? quantized(dy, of.grad, wanted[0], transposes, kernels, rooms, maxima)
-                       : quantized_again(before, of.grad, wanted[0], transposes, kernels);
+      q = quantized(dy, of.grad, wanted[0], transposes, kernels, rooms, maxima);
     }
     if (wanted[0]) {
       const auto weight =
-          weight_of(of.weights[i], of.scales[i], da, of.weight, false, true, kernels, rooms)
+          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels, rooms)
               .transposed;
       const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
       if (!found[0].defined()) {

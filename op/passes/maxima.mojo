@@ -15,7 +15,7 @@ from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
-from ..gemm.activation import GATED
+from ..gemm.activation import GATED, Backward
 from ..magnitudes import (
     MAGNITUDES,
     keep_largest,
@@ -23,12 +23,14 @@ from ..magnitudes import (
     larger_halves,
 )
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
-from .gradients import gradients
 from .words import (
     LOAD,
     Words,
     at,
+    high_halves,
     load_words,
+    low_halves,
+    rounded_words,
 )
 
 comptime THREADS = 256
@@ -52,8 +54,8 @@ def run_maxima(gpu: Gpu, call: Call) raises:
         gpu: Where to run.
         call: The matrix x [M, K] in bfloat16, K a multiple of 8; one_scale, whether one maximum of all is wanted; z, not 0
             if those of rows are; the workspace, zeros: 4 bytes for each column, then 4 for each row if those are wanted; or
-            4 for the one. With an activation, x is written, if it is not 0: K columns of da [M, K] and h [M, K]. A gate has
-            h [M, 2 K] and writes x [M, 2 K], with maxima of its own 2 K columns; or, of two parts, two matrices x [M, K] one behind the
+            4 for the one. With an activation, x is written: K columns of da [M, K] and h [M, K]. A gate has h [M, 2 K] and
+            writes x [M, 2 K], with maxima of its own 2 K columns; or, of two parts, two matrices x [M, K] one behind the
             other, with maxima of their own, the second from a multiple of 16 bytes on.
 
     Raises:
@@ -104,6 +106,27 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
     )
 
 
+@always_inline
+def _gradient[
+    gates: Bool
+](kind: Int32, da: Words, h: Words, up: Words) -> StaticTuple[Words, 2]:
+    """Returns dh; of a gate those of the gate and of what it gates."""
+    comptime Both = Backward[DType.float32, 4, True]
+    var low_da = low_halves(da)
+    var high_da = high_halves(da)
+    comptime if gates:
+        var low = Both(kind, low_halves(h), low_da * low_halves(up))
+        var high = Both(kind, high_halves(h), high_da * high_halves(up))
+        return StaticTuple[Words, 2](
+            rounded_words(low.dh, high.dh),
+            rounded_words(low_da * low.a, high_da * high.a),
+        )
+    else:
+        var low = Both(kind, low_halves(h), low_da)
+        var high = Both(kind, high_halves(h), high_da)
+        return StaticTuple[Words, 2](rounded_words(low.dh, high.dh), Words(0))
+
+
 def maxima_kernel[
     differentiates: Bool, gates: Bool
 ](
@@ -130,7 +153,7 @@ def maxima_kernel[
         gates: Whether half of h gates the rest.
 
     Args:
-        x: Address of the matrix [m, own]; 0 for a gradient that is not stored.
+        x: Address of the matrix [m, own].
         da: Address of the gradient after the activation [m, k].
         h: Address of what the activation is of [m, k], for a gate [m, 2 k].
         maxima: Address of the maxima, which are at least zero: of columns [own], and then of rows [m]; or one.
@@ -168,10 +191,10 @@ def maxima_kernel[
             var is_here = column < Int(k) and row + i * _DOWN < Int(m)
             var values = StaticTuple[Words, 2](loaded.values[i], Words(0))
             comptime if differentiates:
-                values = gradients[gates](
+                values = _gradient[gates](
                     kind, loaded.values[i], loaded.h[i], loaded.up[i]
                 )
-                if is_here and x != 0:
+                if is_here:
                     comptime for part in range(halves):
                         var place = (row + i * _DOWN) * Int(own) + column
                         at[DType.uint32](

@@ -2,7 +2,7 @@
 
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
 
-The matrix may be a norm of the one that is read, or the gradient before a gate.
+The matrix may be a norm of the one that is read.
 """
 
 from max.gpu import (
@@ -18,7 +18,6 @@ from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
-from ..gemm.activation import GATED
 from ..norms.layer_norm import LayerNorm
 from ..norms.no_norm import NoNorm
 from ..norms.norm import Norm
@@ -27,7 +26,6 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .gradients import gradients
 from .normalized import normalized_pair
 from .words import (
     LOAD,
@@ -67,9 +65,8 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
         gpu: Where to run.
         call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the pitch
             at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one scale; the
-            workspace, as `run_maxima` leaves it. With rstd, as `run_norm_maxima`
-            leaves it: what is written are the rows in e4m3 once they are normalized. With da, for da and h as for
-            `run_maxima`: what is written is the gradient [M, K] before a gate, both halves in a row.
+            workspace, as `run_maxima` leaves it. With rstd, as `run_norm_maxima` leaves it: what is written are the rows
+            in e4m3 once they are normalized.
 
     Raises:
         If a launch fails.
@@ -77,10 +74,7 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
     if call.rstd == 0:
         comptime for kind in [E4M3, E5M2]:
             if call.eight_bits == Int(kind):
-                if call.da != 0:
-                    _choose[eight_bit_type(kind), NoNorm, True](gpu, call)
-                else:
-                    _choose[eight_bit_type(kind), NoNorm](gpu, call)
+                _choose[eight_bit_type(kind), NoNorm](gpu, call)
     elif call.eight_bits != Int(E4M3):
         raise Error("normalized rows are quantized to e4m3")
     elif call.normalization == 0:
@@ -89,17 +83,15 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
         _choose[eight_bit_type(E4M3), RmsNorm](gpu, call)
 
 
-def _choose[
-    eight_bits: DType, N: Norm, of_gate: Bool = False
-](gpu: Gpu, call: Call) raises:
+def _choose[eight_bits: DType, N: Norm](gpu: Gpu, call: Call) raises:
     if call.one_scale != 0 and call.power_of_two == 0:
-        _launch[eight_bits, True, N, of_gate](gpu, call)
+        _launch[eight_bits, True, N](gpu, call)
     else:
-        _launch[eight_bits, False, N, of_gate](gpu, call)
+        _launch[eight_bits, False, N](gpu, call)
 
 
 def _launch[
-    eight_bits: DType, multiplies: Bool, N: Norm, of_gate: Bool
+    eight_bits: DType, multiplies: Bool, N: Norm
 ](gpu: Gpu, call: Call) raises:
     var across = ceildiv(call.K, _TILE_COLUMNS)
     var down = ceildiv(max(call.M, call.pitch), TILE_ROWS)
@@ -109,7 +101,7 @@ def _launch[
     )
     gpu.stream.enqueue_function(
         gpu.context.compile_function[
-            quantize_kernel[eight_bits, multiplies, N, of_gate]
+            quantize_kernel[eight_bits, multiplies, N]
         ](),
         Int64(call.x),
         Int64(call.workspace),
@@ -128,9 +120,6 @@ def _launch[
         Int64(call.gamma),
         Int64(call.beta),
         call.weight_offset.cast[DType.float32](),
-        Int64(call.da),
-        Int64(call.h),
-        Int32(call.activation % GATED),
         grid_dim=(across, ceildiv(down, tiles)),
         block_dim=_THREADS,
         attributes=pdl_attributes(),
@@ -176,7 +165,7 @@ def _group(column: Int, group: Int) -> Int:
     `nvvm.minctasm`=SIMDLength(_BLOCKS),
 )
 def quantize_kernel[
-    eight_bits: DType, multiplies: Bool, N: Norm, of_gate: Bool
+    eight_bits: DType, multiplies: Bool, N: Norm
 ](
     x: Int64,
     maxima: Int64,
@@ -195,9 +184,6 @@ def quantize_kernel[
     gamma: Int64,
     beta: Int64,
     offset: Float32,
-    da: Int64,
-    h: Int64,
-    kind: Int32,
 ):
     """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
 
@@ -208,7 +194,6 @@ def quantize_kernel[
         multiplies: Whether numbers are multiplied by 1 / scale, as torchao does with one scale for all; otherwise they have the
             bits of a division.
         N: The norm of x that is quantized.
-        of_gate: Whether the matrix is the gradient before a gate instead, computed again.
 
     Args:
         x: Address of the matrix [m, k] in bfloat16.
@@ -228,22 +213,12 @@ def quantize_kernel[
         gamma: Address of factors [k] in bfloat16, or 0.
         beta: Address of what is added [k] in bfloat16, or 0.
         offset: Added to gamma, if there is one.
-        da: Address of the gradient after a gate [m, k / 2].
-        h: Address of what is before it [m, k].
-        kind: The gate's activation.
     """
     pdl_wait()
     pdl_trigger()
     var thread = Int(thread_idx.x)
     var warp_here = thread // 32
     var first_column = Int(block_idx.x) * _TILE_COLUMNS
-    comptime if of_gate:
-        # A tile of either half by turns: both read the same memory.
-        var tiles_of_half = Int(k) // 2 // _TILE_COLUMNS
-        if 2 * tiles_of_half * _TILE_COLUMNS == Int(k):
-            var pair = Int(block_idx.x) // 2
-            var half = Int(block_idx.x) % 2
-            first_column = (pair + half * tiles_of_half) * _TILE_COLUMNS
     var own = (warp_here % _HALVES * _ACROSS + thread % _ACROSS) * LOAD
     var down = warp_here // _HALVES * 4 + thread % 32 // _ACROSS
     var column = first_column + own
@@ -268,9 +243,7 @@ def quantize_kernel[
     var width = Int32(Int(pitch) - its_place)
     if first_column + its_column >= Int(k) or zt == 0:
         width = 0
-    var next = StaticTuple[Words, 4](fill=Words(0))
-    comptime if not of_gate:
-        next = _rows(from_x, Int(k), left)
+    var next = _rows(from_x, Int(k), left)
     var its_maximum = _maximum_of_row(
         maxima, first_row + r, Int(m), Int(k), has_row, is_one
     )
@@ -342,10 +315,6 @@ def quantize_kernel[
                 at[DType.float32](zt_scales, c).unsafe_store(pair[0])
     for start in range(first_row, end, TILE_ROWS):
         var rows = next
-        comptime if of_gate:
-            rows = _rows_before_gate(
-                kind, da, h, start + 4 * down, column, Int(k) // 2, left
-            )
         if has_row and start + r < Int(m):
             var pair = _scale_and_inverse[eight_bits, multiplies](
                 its_maximum, power_of_two != 0
@@ -379,8 +348,7 @@ def quantize_kernel[
         # The next tile is on its way while this one is computed.
         from_x += Int64(2 * TILE_ROWS * Int(k))
         if start + TILE_ROWS < end:
-            comptime if not of_gate:
-                next = _rows(from_x, Int(k), left - TILE_ROWS)
+            next = _rows(from_x, Int(k), left - TILE_ROWS)
             its_maximum = _maximum_of_row(
                 maxima, start + TILE_ROWS + r, Int(m), Int(k), has_row, is_one
             )
@@ -462,38 +430,6 @@ def _rows(address: Int64, k: Int, left: Int32) -> StaticTuple[Words, 4]:
     comptime for i in range(4):
         if Int32(i) < left:
             rows[i] = load_words(address, i * k)
-    return rows
-
-
-@always_inline
-def _rows_before_gate(
-    kind: Int32,
-    da: Int64,
-    h: Int64,
-    row: Int,
-    column: Int,
-    half: Int,
-    left: Int32,
-) -> StaticTuple[Words, 4]:
-    """Computes 8 columns of four rows of the gradient before a gate, zeros where there are none."""
-    var gates = StaticTuple[Words, 4](fill=Words(0))
-    var others = StaticTuple[Words, 4](fill=Words(0))
-    var all_da = StaticTuple[Words, 4](fill=Words(0))
-    var is_other = column >= half
-    var own = column - half if is_other else column
-    comptime for i in range(4):
-        if Int32(i) < left:
-            all_da[i] = load_words(da, (row + i) * half + own)
-            gates[i] = load_words(h, 2 * (row + i) * half + own)
-            if not is_other:
-                others[i] = load_words(h, (2 * (row + i) + 1) * half + own)
-    var rows = StaticTuple[Words, 4](fill=Words(0))
-    if is_other:
-        comptime for i in range(4):
-            rows[i] = gradients[True](kind, all_da[i], gates[i], others[i])[1]
-    else:
-        comptime for i in range(4):
-            rows[i] = gradients[True](kind, all_da[i], gates[i], others[i])[0]
     return rows
 
 

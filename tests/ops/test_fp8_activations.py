@@ -160,27 +160,6 @@ def test_activations_leave_their_maxima(
 
 
 @pytest.mark.parametrize("recipe", SERVED)
-@pytest.mark.parametrize("wanted", [[0, 1], [0], [1]])
-@pytest.mark.parametrize("rows", [M, 37])
-def test_a_gradient_is_computed_again(
-    recipe: str, wanted: list[int], rows: int, tmp_path: Path
-) -> None:
-    """That before a gate of one layer is stored only if its sum, or a 16-bit product, reads it."""
-    given = arguments("swiglu", False, recipe, wanted, rows)
-    with_sum = arguments("swiglu", False, recipe, [*wanted, 2], rows)
-    op, stored = torch.ops.fused_norm.fp8_layers_backward, []
-    with running(tmp_path, lambda name, call: stored.append((name, call.x))):
-        found = op(*given)
-        is_stored = next(bool(x) for name, x in stored if name == "maxima")
-        expected = op(*with_sum)
-    is_left = recipes.find(recipe).has_fp8_wgrad and recipe != "blockwise"
-    assert is_stored != is_left
-    assert len(found) == len(wanted)
-    for a, e in zip(found, expected, strict=False):
-        assert torch.equal(a, e)
-
-
-@pytest.mark.parametrize("recipe", SERVED)
 def test_no_rows(recipe: str) -> None:
     weights, biases = layers("swiglu", True, True)
     x, out = matrix(0, K).requires_grad_(), matrix(K, N).requires_grad_()
@@ -220,28 +199,6 @@ def test_gradients_of_kernels(recipe: str, activation: str, is_pair: bool, rows:
         assert torch.equal(a, b)
         # A number that is rounded to bfloat16 otherwise may be so to 8 bits.
         assert decibels(a, e.double()) > 35
-
-
-@pytest.mark.gpu
-@ON_HOPPER
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("activation", list(filter(is_gate, ACTIVATIONS)))
-@pytest.mark.parametrize("rows", [40, 513, 4096])
-@pytest.mark.parametrize("is_e5m2", [False, True])
-def test_kernels_compute_a_gradient_again(
-    recipe: str, activation: str, rows: int, is_e5m2: bool
-) -> None:
-    """They have the bits of one that is stored, which the sum for a bias needs."""
-    for wanted in ([0, 1], [0], [1]):
-        operands = [
-            on("cuda", list(arguments(activation, False, recipe, w, rows)))
-            for w in (wanted, [*wanted, 2])
-        ]
-        for given in operands:
-            given[8] = is_e5m2
-        found, expected = (torch.ops.fused_norm.fp8_layers_backward(*each) for each in operands)
-        for a, e in zip(found, expected, strict=False):
-            assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("recipe", SERVED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,7 @@ def maxima(call: Any) -> None:
         dh = activation_gradient(name, at(call.da, BF16, call.M, call.K), h)
         assert call.part_count in (1, halves)
         matrices = [part.contiguous() for part in dh.chunk(call.part_count, 1)]
-        if call.x:
-            store(call.x, torch.cat([m.flatten() for m in matrices]))
-        else:
-            assert call.part_count == 1
+        store(call.x, torch.cat([m.flatten() for m in matrices]))
     found = [bits_of_maxima(m, is_one, of_rows) for m in matrices]
     pitch = len(found[0]) + -len(found[0]) % 4
     for i, each in enumerate(found):
@@ -127,16 +124,8 @@ def keep(address: int, found: Tensor) -> None:
 
 
 def quantize_by_maxima(call: Any) -> None:
-    is_one = bool(call.one_scale)
+    x, is_one = at(call.x, BF16, call.M, call.K), bool(call.one_scale)
     assert call.K % 8 == 0
-    if call.da:
-        assert not call.x
-        name = name_of(call.activation)
-        assert is_gate(name)
-        da, h = at(call.da, BF16, call.M, call.K // 2), at(call.h, BF16, call.M, call.K)
-        x = activation_gradient(name, da, h)
-    else:
-        x = at(call.x, BF16, call.M, call.K)
     if call.rstd:
         assert TYPES[call.eight_bits] is E4M3
         x, mean, rstd = normalized(call, x)
@@ -268,14 +257,11 @@ def linears(call: Any) -> None:
 
 
 @contextmanager
-def running(
-    folder: Path, watch: Callable[[str, Any], object] = lambda *_: None
-) -> Iterator[list[tuple[str, int]]]:
+def running(folder: Path) -> Iterator[list[tuple[str, int]]]:
     """Have the chain run these for bfloat16 on a CPU; gives the names and strategies of what ran.
 
     Args:
         folder: Where C is compiled.
-        watch: Is called with each name and record.
     """
     ran: list[tuple[str, int]] = []
     functions = (quantize, maxima, quantize_by_maxima, normalize, linear, linears)
@@ -284,7 +270,6 @@ def running(
     def run(name: str, place: int) -> None:
         call = Call.from_address(place)
         ran.append((name, call.strategy))
-        watch(name, call)
         kernels[name](call)
 
     with standing_in(folder, run, EIGHT_BITS):
