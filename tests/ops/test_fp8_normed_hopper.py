@@ -239,6 +239,8 @@ def step(
     return ran(gradients)
 
 
+# PyTorch's own, of 2.11.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @NORMS_OF_EACH
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("compiled", ["", "aot_eager", "inductor", "fused_norm"])
