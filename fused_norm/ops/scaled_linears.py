@@ -191,8 +191,9 @@ def layers_and_kept(
     operands = (z, given, scales, [*biases])
     last = (residual, maxima, leaves_maxima, z_scale)
     found: list[Tensor] = layers(*operands, *how, activation, *keeps, *last)
-    left = [found.pop()] if leaves_maxima else []
-    rest = iter(found)
+    # Slices: PyTorch's compiler, of 2.11, traces no `pop` in an autograd function.
+    left = found[-1:] if leaves_maxima else []
+    rest = iter(found[:-1] if leaves_maxima else found)
     ys = [next(rest) for _ in range(1 if activation else len(weights))]
     h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))
     transposed = [*rest]

@@ -309,10 +309,21 @@ def test_unused_layers_have_no_gradient(recipe: str, serve: Callable[[bool], Non
     assert_same(found, expected)
 
 
+# PyTorch's own, of 2.11.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @NORMS_OF_EACH
 @pytest.mark.parametrize("backend", ["inductor", "fused_norm"])
-def test_compiled(normalization: str, backend: str, serve: Callable[[bool], None]) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_compiled(
+    normalization: str,
+    backend: str,
+    leaves: bool,
+    serve: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one graph; on Hopper, the first layers leave maxima of their activation."""
     serve(True)
+    monkeypatch.setattr("fused_norm.ops.fp8.serves", lambda *_: leaves)
     x, r = (matrix(40, K, seed=s).requires_grad_() for s in (0, 1))
     w, up, down = (matrix(K, K, seed=s).requires_grad_() for s in (2, 3, 4))
     gamma = matrix(K, seed=5).requires_grad_()
