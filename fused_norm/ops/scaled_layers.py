@@ -100,8 +100,8 @@ def maxima_of(v: Tensor, scaling: str) -> Tensor:
 
     Args:
         v: Of shape `[M, N]`.
-        scaling: Which elements share a scale: `"row"`, where there is one for each column as well,
-            or `"tensor"`.
+        scaling: Which elements share a scale: `"row"`, for maxima of columns as well, or
+            `"tensor"`.
 
     Returns:
         The bits of those of the columns, then of the rows, or of the only one, as 32-bit numbers,

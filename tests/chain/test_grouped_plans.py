@@ -90,8 +90,8 @@ def test_gradients_of_weights_go_by_what_was_measured(tmp_path: Path) -> None:
     assert set(chosen) == {"0", ", db0", ", db1"}
 
 
-# M, K, N, and microseconds of dz, the norm's gradient and dW on an H200, without db: in our kernels,
-# and in PyTorch's products and a pass of ours at the memory's speed.
+# M, K, N, and microseconds of dz, the norm's gradient and dW on an H200, without db: in our
+# kernels, and in PyTorch's products and a pass of ours at the memory's speed.
 WIDE = {
     (8192, 4096, 4096): (840, 880),
     (8192, 4096, 6144): (1232, 1280),
