@@ -300,9 +300,9 @@ MUTATIONS = (
     Mutation(
         "columns past the last one have what an earlier tile left of a bias",
         "gpu",
-        f"{GEMM_SM90}/store_quantized.mojo",
-        "    _clear_vectors[columns, parts](rows, vectors)",
-        "    pass",
+        f"{GEMM_SM90}/clear_vectors.mojo",
+        "    if used >= UInt32(of_c):",
+        "    if used >= UInt32(0):",
         STORED,
     ),
     Mutation(
