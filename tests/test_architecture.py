@@ -52,7 +52,7 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "python", "team", "pages", "pdl", "rounding", "argument"],
+    ["call", "python", "team", "pages", "pdl", "rounding", "argument", "magnitudes"],
     ["device", "entry"],
     ["norms"],
     ["rows", "gemm"],
