@@ -24,7 +24,7 @@ from float8_models import (
 from torch import Tensor, nn
 
 from fused_norm import recipes
-from fused_norm.ops import fp8, quantized, scaled_hidden
+from fused_norm.ops import fp8_inference, quantized, scaled_hidden
 from fused_norm.recipes import BLOCK, E4M3
 
 finegrained: Any = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -248,7 +248,7 @@ def test_the_hidden_rows_of_an_mlp_stay_in_8_bits(monkeypatch: pytest.MonkeyPatc
         calls.append(type(arguments[0]) is Tensor)
         return scaled_hidden.hidden(*arguments, **options)
 
-    monkeypatch.setattr(fp8, "hidden_rows", hidden)
+    monkeypatch.setattr(fp8_inference, "hidden_rows", hidden)
     with torch.no_grad():
         exact, theirs, ours = plain.double()(x.double()), model(x), compiled(model, then="eager")(x)
     assert sum(calls) == 1
