@@ -24,6 +24,8 @@ struct Differentiated[gates: Bool](Epilogue):
     """Tells kernels apart."""
     comptime gradients = 2 if Self.gates else 1
     """Of the gates, and of what they gate."""
+    comptime may_store_a = True
+    """It may."""
 
     var input: Int64
     """Address of h [M, N], of a gate [M, 2N]."""

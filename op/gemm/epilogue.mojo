@@ -86,6 +86,8 @@ trait Epilogue(TrivialRegisterPassable):
     comptime gradients: Int = 0
     """How many gradients c has of each sum, which is that of an activation, whose input h is loaded: 1, or 2 for a
     gate, whose own are the left half of c, as of h."""
+    comptime may_store_a: Bool = False
+    """Whether the activation may be stored in addition to its gradients."""
     comptime stores: Bool = True
     """Whether c is stored; otherwise only sums of it are kept."""
     comptime sums_rows: Bool = False
@@ -99,7 +101,7 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether finished sums are activated, rounded to bfloat16 and stored in 8 bits with scales; of two matrices in
     turn, what the first gives gates what the second gives."""
     comptime keeps_maxima: Bool = False
-    """Whether the largest magnitudes of the activation's rows and columns may be kept, in bfloat16."""
+    """Whether the largest magnitudes of rows and columns may be kept, in bfloat16: of an activation, or of gradients."""
     comptime finds_scales: Bool = False
     """Whether such scales are found of the largest magnitudes, for each 128 columns of a row; otherwise one is given."""
 
@@ -210,8 +212,17 @@ trait Epilogue(TrivialRegisterPassable):
         return 0
 
     @always_inline
+    def second_maxima(self) -> Int64:
+        """Locates those of the gradient of what a gate multiplies, where it is a matrix of its own.
+
+        Returns:
+            Their address, 0 if it is the right half of c.
+        """
+        return 0
+
+    @always_inline
     def has_one_maximum(self) -> Bool:
-        """Tells whether that is one for all of c.
+        """Tells whether that is one for all of a matrix.
 
         Returns:
             Whether it is.

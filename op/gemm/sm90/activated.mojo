@@ -4,6 +4,8 @@ the other multiplies.
 The activation takes as long as a third of the products of K = 1024. Only ping-pong hides that.
 """
 
+from std.sys import size_of
+
 from ...device import Gpu
 from ..epilogue import Epilogue
 from ..row_hook import NoHook
@@ -95,43 +97,63 @@ def launch_gradients[
 ](
     gpu: Gpu,
     c: Int,
+    second: Int,
     a: Int,
     b: Int,
     m: Int,
     n: Int,
     k: Int,
     epilogue: E,
+    b_is_older: Bool = False,
 ) raises:
-    """Queues the gradient c of the input of an activation, whose own is a @ b.
+    """Queues the gradient c of the input of an activation, whose own is a @ b, or of 8 bits a @ b^T.
 
     Parameters:
         E: What becomes of the sums.
-        dtype: Type of all, of 16 bits.
+        dtype: Type of a and b: of 16 bits, that of all, or of 8.
 
     Args:
         gpu: Where to run.
-        c: Address of c [M, N], for a gate [M, 2N].
+        c: Address of c [M, N], for a gate [M, 2N], or [M, N] if it has a second matrix.
+        second: Address of that [M, N], the gradient of what a gate multiplies; or 0.
         a: Address of a [M, K].
-        b: Address of b [K, N].
+        b: Address of b [K, N], of 8 bits [N, K].
         m: Rows of a.
         n: Columns of b; a multiple of 16 bytes, for a gate of 32.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Makes c of the sums.
+        b_is_older: As for `launch_product`.
 
     Raises:
         If the driver refuses.
     """
     var product = Product(m, n, k, epilogue, NoHook())
     product.band = BAND
+    product.a_is_new = 1
+    product.b_is_older = Int32(b_is_older)
     comptime gates = E.gradients == 2
+    var outputs = Matrices(c)
+    comptime if gates:
+        outputs.addresses[1] = second if second != 0 else c + 2 * n
+        outputs.pitch = n if second != 0 else 2 * n
     var columns = differentiated_tiling[dtype](
         m, n, k, gates, gpu.processors
     ).columns
+    if columns == FEW_ROWS:
+        comptime first = ACTIVATED_SHAPES[0]
+        comptime narrow = SHAPES[first].columns
+        columns = narrow
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         comptime config = Config.of(
-            width, b_transposed=True, ping_pong=True, loads_h=True
+            width,
+            b_transposed=size_of[dtype]() > 1,
+            ping_pong=True,
+            loads_h=True,
         )
-        comptime if not gates or i == ACTIVATED_SHAPES[0]:
+        comptime is_narrow = gates or size_of[dtype]() == 1
+        comptime if not is_narrow or i == ACTIVATED_SHAPES[0]:
             if columns == width:
-                launch_matrix[dtype, config](gpu, c, a, b, product)
+                launch_parts[dtype, config](
+                    gpu, outputs, Matrices(a), Matrices(b), product
+                )

@@ -299,10 +299,10 @@ struct Config(Equatable, TrivialRegisterPassable):
         """Counts the bytes of the vectors of the epilogue of one tile.
 
         Returns:
-            The bytes: two values for each column, or one for each row and warp; none where h is loaded.
+            The bytes: two values for each column, or one for each row and warp; one for each column where h is loaded.
         """
         if self.loads_h:
-            return 0
+            return self.columns * 4
         if self.ping_pong:
             return 2 * self.columns * 4
         return max(2 * self.columns, 4 * TILE_ROWS) * 4

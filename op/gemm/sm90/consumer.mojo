@@ -312,7 +312,11 @@ def consume[
                 )
                 comptime if config.loads_h:
                     store_gradients[c_dtype, half](
-                        rows_of_tile, sums_of_half, h_rows, c_map
+                        rows_of_tile,
+                        sums_of_half,
+                        shared.vectors(tile),
+                        h_rows,
+                        c_map,
                     )
                 elif E.quantizes:
                     store_quantized[columns, config.parts](

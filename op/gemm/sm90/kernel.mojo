@@ -84,7 +84,7 @@ def matrix_kernel[
         b_maps: Tensor map of b [N, K], boxes of config.columns / sharers by a
             k block; of a transposed b [K, N], boxes of config.b_box_rows() by 64.
         c_maps: Tensor map of c [M, N], boxes of 16 rows of up to 128 bytes; not read
-            where c is added to, or has any number of columns. With gradients of h, then that of a.
+            where c is added to, or has any number of columns. With gradients of h, then those of a and of what a gate multiplies.
         more_map: Tensor map of h, in c's boxes, which an activation stores as well, or
             gradients load; or of what is added to c, in boxes of a tile's rows.
         product: What goes with the matrices.
@@ -141,12 +141,11 @@ def matrix_kernel[
     comptime assert not config.loads_h or (
         config.ping_pong
         and config.parts == WHOLE
-        and E.vectors == 0
+        and E.vectors <= 1
         and not (
             E.activates
             or E.adds
             or E.adds_last
-            or E.has_row_terms
             or E.scales_blocks
             or config.any_columns
         )

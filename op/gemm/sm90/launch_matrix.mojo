@@ -81,7 +81,7 @@ def launch_parts[
 
     Args:
         gpu: Where to run.
-        c: Where c is.
+        c: Where c is; of a gate's gradients, the second is that of what it multiplies.
         a: Where a is.
         b: Where b is.
         whole: Sizes, those of the parts among them, and what goes with the matrices.
@@ -146,7 +146,7 @@ def launch_parts[
                     ctx,
                     c.addresses[i],
                     m,
-                    n // 2 if E.is_gate else own_n * max(E.gradients, 1),
+                    n // 2 if E.is_gate else own_n,
                     16,
                     c.pitch,
                     box,
@@ -179,6 +179,13 @@ def launch_parts[
                 1,
                 tensor_map[c_dtype](
                     ctx, product.epilogue.a(), m, n, 16, box_columns=box
+                ),
+            )
+        comptime if E.gradients == 2:
+            c_maps.set(
+                2,
+                tensor_map[c_dtype](
+                    ctx, c.addresses[1], m, n, 16, c.pitch, box
                 ),
             )
     elif E.adds or E.adds_last:

@@ -201,21 +201,20 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         half, or follow each eight of them."""
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_groups = Self.width // 8
+        var of_c = self.elements.n // UInt32(stride)
         var kept = KeptMaxima(
             self.epilogue.maxima(),
+            self.epilogue.maxima() + 4 * Int64(of_c),
             self.epilogue.has_one_maximum(),
             self.elements.m,
-            self.elements.n // UInt32(stride),
+            of_c,
             self.row,
             self.lane,
-            0,
-            0,
         )
         comptime if Self.E.keeps_maxima:
-            if kept.maxima != 0:
-                comptime of_c = columns // stride
+            if kept.of_columns != 0:
                 comptime assert in_halves or stride == 1
-                clear_vectors[Self.E, columns, stride, of_c](
+                clear_vectors[Self.E, columns, stride, columns // stride](
                     vectors,
                     kept.n - self.column // UInt32(stride),
                     self.lane,
@@ -261,10 +260,10 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 c_map, boxes.take(self.lane), column, activated
             )
             comptime if Self.E.keeps_maxima:
-                if kept.maxima != 0:
+                if kept.of_columns != 0:
                     kept.see(activated, UInt32(column))
         comptime if Self.E.keeps_maxima:
-            if kept.maxima != 0:
+            if kept.of_columns != 0:
                 kept.keep_rows()
 
     @always_inline

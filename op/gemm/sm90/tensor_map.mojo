@@ -33,9 +33,10 @@ def maps_of_c[E: Epilogue](config: Config) -> Int:
         config: Compile-time choices of the matrix kernel.
 
     Returns:
-        Their tensor maps: of c, and of a where c is the gradient of its input.
+        Their tensor maps: of c; where it is the gradient of an activation's input, of the activation, and of the
+        gradient of what a gate multiplies.
     """
-    return config.c_count() + (1 if E.gradients > 0 else 0)
+    return config.c_count() + E.gradients
 
 
 @align(64)

@@ -214,10 +214,11 @@ def differentiated_tiling[
         processors: SMs of the device.
 
     Returns:
-        The shape of `activated_tiling`; for a gate the narrower one, as the wider has no register for both.
+        The shape of `activated_tiling`; for a gate, and of 8 bits, the narrower one, as the wider has no registers for
+        both gradients, or for maxima.
     """
     var best = activated_tiling[dtype](m, n, k, processors)
-    if gates and best.columns != FEW_ROWS:
+    if (gates or size_of[dtype]() == 1) and best.columns != FEW_ROWS:
         comptime first = ACTIVATED_SHAPES[0]
         comptime config = Config.of(SHAPES[first].columns, ping_pong=True)
         best.columns = config.columns

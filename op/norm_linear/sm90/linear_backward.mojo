@@ -121,6 +121,7 @@ def _launch_gradients[dtype: DType, gates: Bool](gpu: Gpu, call: Call) raises:
     launch_gradients[dtype](
         gpu,
         call.dh,
+        0,
         call.dy,
         call.weight,
         call.M,

@@ -3,20 +3,25 @@
     y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
     y = row_scale column_scale (rows weight^T) + bias + residual, of rows in e4m3
     y = act(that) in e4m3, or act(gate) up in e4m3, with one scale that is given
+    dh = that of da = row_scale column_scale (rows weight^T), rows of gradients, through the activation; h is loaded
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
 
+from std.math import ceildiv
+
 from ...call import Call
 from ...device import Gpu
-from ...gemm.activation import GATED
+from ...gemm.activation import GATED, SmoothCurve
 from ...gemm.added import Added
+from ...gemm.differentiated import Differentiated
 from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
-from ...gemm.sm90.activated import launch_activated
+from ...gemm.scaled_gradient import ScaledGradient
+from ...gemm.sm90.activated import launch_activated, launch_gradients
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.launch_matrix import BAND, launch_parts
@@ -41,12 +46,19 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             strategy is FUSED if z is of a pass queued just before, which waits for
             all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, a power of two that it is
             filled with, y is e4m3, and z too; or the workspace is zeros that become maxima of y, as those of
-            `run_maxima`, or the one of all with one_scale.
+            `run_maxima`, or the one of all with one_scale. With an address of dh, z is of gradients of the activation's
+            result, which is smooth, and h is read: dh [M, N], of a gate [M, 2N], is written, and its maxima to the
+            workspace; or of two layers, which part_count says, two matrices [M, N] one after the other, and two maxima.
 
     Raises:
         If the driver refuses.
     """
-    if call.eight_bits == Int(E5M2):
+    if call.dh != 0:
+        if call.eight_bits == Int(E5M2):
+            _launch_gradients[DType.float8_e5m2](gpu, call)
+        else:
+            _launch_gradients[DType.float8_e4m3fn](gpu, call)
+    elif call.eight_bits == Int(E5M2):
         _launch_product[DType.float8_e5m2](gpu, call, _scaled(call))
     elif call.activation != 0:
         _launch_activated(gpu, call)
@@ -163,6 +175,41 @@ def _launch_product[
         b_is_older=call.strategy == FUSED,
         a_is_new=True,
     )
+
+
+def _launch_gradients[dtype: DType](gpu: Gpu, call: Call) raises:
+    comptime for gates in [False, True]:
+        if (call.activation >= GATED) == gates:
+            var second = 0
+            var second_kept = 0
+            comptime if gates:
+                if call.part_count == 2:
+                    second = call.dh + 2 * call.M * call.N
+                    var count = 1 if call.one_scale != 0 else call.M + call.N
+                    second_kept = call.workspace + 16 * ceildiv(count, 4)
+            launch_gradients[dtype](
+                gpu,
+                call.dh,
+                second,
+                call.z,
+                call.weight,
+                call.M,
+                call.N,
+                call.K,
+                ScaledGradient[gates](
+                    Int64(call.z_scale),
+                    Int64(call.weight_scale),
+                    Differentiated[gates](
+                        Int64(call.h),
+                        0,
+                        SmoothCurve.of(call.activation % GATED),
+                    ),
+                    Int64(call.workspace),
+                    Int64(second_kept),
+                    Int32(call.one_scale != 0),
+                ),
+                b_is_older=call.strategy == FUSED,
+            )
 
 
 def _launch_activated(gpu: Gpu, call: Call) raises:
