@@ -116,14 +116,13 @@ def compiled(mode: str | None) -> Callable[[Formula, Case], Bind]:
     return prepare
 
 
-def compiled_by_us(then: str) -> Callable[[Any, Case], Bind]:
+def compiled_by_us(options: dict[str, Any]) -> Callable[[Any, Case], Bind]:
     """Compile with our backend, which is handed over loaded."""
 
     def prepare(loaded: tuple[Any, Formula], case: Case) -> Bind:
         backend, function = loaded
-        options: Any = {"then": then}
         fast = torch.compile(
-            function, backend=backend, options=options, dynamic=False, fullgraph=True
+            function, backend=backend, options=dict(options), dynamic=False, fullgraph=True
         )
         return as_function(fast, case)
 

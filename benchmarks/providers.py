@@ -74,16 +74,23 @@ def _of_member(member: Member) -> Iterator[Provider]:
             capture=frozen_parameters,
             modes=("forward",),
         )
+        # Norms that are left to PyTorch unless a model runs in CUDA graphs.
+        yield replace(
+            _by_backend(op, "inductor", small=True),
+            name="fused_norm-compile-inductor-small",
+            modes=("train",),
+        )
 
 
-def _by_backend(op: Op, then: str) -> Provider:
+def _by_backend(op: Op, then: str, **options: Any) -> Provider:
+    options = {"then": then, **options}
     return Provider(
         f"fused_norm-compile-{then}",
         op.name,
         "ours",
-        f"torch.compile(backend='fused_norm', options={{'then': '{then}'}})",
+        f"torch.compile(backend='fused_norm', options={options})",
         partial(_with_backend, op.reference),
-        compiled_by_us(then),
+        compiled_by_us(options),
         packages=("fused-norm", "torch"),
     )
 
