@@ -1,5 +1,5 @@
-"""Queues a product with an activation or a gate, or their gradient, in ping-pong kernels: one consumer stores while
-the other multiplies.
+"""Queues a product with an activation or a gate, or their gradient, or one to whose result a tensor is added, in
+ping-pong kernels: one consumer stores while the other multiplies.
 
 The activation takes as long as a third of the products of K = 1024. Only ping-pong hides that.
 """
@@ -17,7 +17,7 @@ from .tiling import (
     FEW_ROWS,
     SHAPES,
     activated_tiling,
-    differentiated_tiling,
+    tiling_with_h,
 )
 
 
@@ -90,8 +90,8 @@ def launch_activated[
                 launch_matrix[dtype, config](gpu, c, a, b, product)
 
 
-def launch_gradients[
-    E: Epilogue, //, dtype: DType
+def launch_with_h[
+    E: Epilogue, //, dtype: DType, b_transposed: Bool
 ](
     gpu: Gpu,
     c: Int,
@@ -102,19 +102,21 @@ def launch_gradients[
     k: Int,
     epilogue: E,
 ) raises:
-    """Queues the gradient c of the input of an activation, whose own is a @ b.
+    """Queues a product whose warps load a tensor h of its shape: c becomes the gradient of the input h of an activation,
+    or h is added to it.
 
     Parameters:
         E: What becomes of the sums.
         dtype: Type of all, of 16 bits.
+        b_transposed: Whether b is stored as [K, N].
 
     Args:
         gpu: Where to run.
         c: Address of c [M, N], for a gate [M, 2N].
         a: Address of a [M, K].
-        b: Address of b [K, N].
+        b: Address of b [N, K] or [K, N].
         m: Rows of a.
-        n: Columns of b; a multiple of 16 bytes, for a gate of 32.
+        n: Columns of c, of a gate's gradient those of each half; a multiple of 16 bytes, for a gate of 32.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Makes c of the sums.
 
@@ -124,13 +126,11 @@ def launch_gradients[
     var product = Product(m, n, k, epilogue, NoHook())
     product.band = BAND
     comptime gates = E.gradients == 2
-    var columns = differentiated_tiling[dtype](
-        m, n, k, gates, gpu.processors
-    ).columns
+    var columns = tiling_with_h[dtype](m, n, k, gates, gpu.processors).columns
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         comptime config = Config.of(
-            width, b_transposed=True, ping_pong=True, loads_h=True
+            width, b_transposed=b_transposed, ping_pong=True, loads_h=True
         )
         comptime if not gates or i == ACTIVATED_SHAPES[0]:
             if columns == width:
