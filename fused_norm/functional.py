@@ -304,10 +304,10 @@ def linear_add(
     `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. On Hopper in
     bfloat16 and float16, and with a recipe, the product itself adds the residual and rounds once.
 
-    With a gate, as of adaLN-Zero, `s = torch.addcmul(residual, gate, F.linear(x, weight, bias))`. In
-    inference on Hopper in bfloat16 and float16, the product also multiplies by the gate if each group
-    of a multiple of 128 rows has one, as with `[B, 1, N]` for `[B, 256, N]`, or all rows have the
-    same. Otherwise PyTorch's ops do.
+    With a gate, as in adaLN-Zero, `s = torch.addcmul(residual, gate, F.linear(x, weight, bias))`.
+    In inference on Hopper in bfloat16 and float16, the product also multiplies by the gate if all
+    rows have the same one, or each group of a multiple of 128 rows has its own, as with `[B, 1, N]`
+    for `[B, 256, N]`. Otherwise PyTorch's ops do.
 
     Args:
         x: Input of shape `[..., K]`.

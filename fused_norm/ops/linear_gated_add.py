@@ -1,8 +1,9 @@
-"""The op of a Linear layer, a gate of its result and the residual sum after it: what ends a layer of adaLN-Zero."""
+"""The op of a Linear layer, a gate on its result, and the residual sum: the end of adaLN-Zero."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,26 +68,24 @@ def _is_gated_in_product(t: Added, gate: Tensor) -> bool:
         return False
     if not are_strided((gate,), x) or gate.dtype is not x.dtype:
         return False
-    groups = groups_of(gate, residual)
+    groups = groups_of(gate.shape, residual.shape)
     if not (groups and adds_in_product(x, weight, groups)):
         return False
     return is_watched() or not is_small(x.numel() * weight.shape[0], x.device, False)
 
 
-def groups_of(gate: Tensor, rows: Tensor) -> int:
-    """Return how many groups of consecutive rows have a vector each; 0 if it has another form.
+def groups_of(gate: Sequence[int], rows: Sequence[int]) -> int:
+    """Return how many groups of consecutive rows have a gate each; 0 if it has another form.
 
     Args:
-        gate: The vectors, which should broadcast against the rows.
-        rows: Of shape `[..., N]`.
+        gate: Its shape, which should broadcast against that of the rows.
+        rows: Their shape `[..., N]`.
     """
-    missing = rows.dim() - gate.dim()
-    sizes = (1,) * missing + tuple(gate.shape)
-    prefix = rows.dim() - 1
-    if missing < 0 or not gate.dim() or sizes[-1] != rows.shape[-1]:
+    missing = len(rows) - len(gate)
+    sizes = (*(1,) * missing, *gate)
+    prefix = len(rows) - 1
+    if missing < 0 or not gate or sizes[-1] != rows[-1]:
         return 0
     while prefix and sizes[prefix - 1] == 1:
         prefix -= 1
-    if sizes[:prefix] != tuple(rows.shape[:prefix]):
-        return 0
-    return math.prod(sizes[:prefix])
+    return math.prod(sizes[:prefix]) if sizes[:prefix] == (*rows[:prefix],) else 0
