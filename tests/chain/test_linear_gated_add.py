@@ -260,7 +260,7 @@ def test_function_on_hopper() -> None:
 @pytest.mark.gpu
 @_on_hopper
 def test_compiled_block_on_hopper() -> None:
-    """The pass finds both gated sums of a block of DiT, and the product takes them."""
+    """Both gated sums of a block of DiT become calls, and run as products."""
     batch, tokens, width = 32, 256, 1152
 
     def block(x, m, w, b, u, c, v, d):
