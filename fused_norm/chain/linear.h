@@ -155,6 +155,7 @@ inline void set_gate(Call& call, void* gate, int64_t groups, int64_t pitch) {
 inline Tensor linear_gated_add(
     const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
     const Tensor& gate, const Kernels& kernels) {
+  if (gate.dtype() != x.dtype() || gate.device_type() != x.device_type()) return {};
   const auto groups = groups_of(gate, residual), pitch = pitch_of(gate);
   if (!groups || !pitch) return {};
   auto call = linear_call(x, weight, bias, kernels.product);

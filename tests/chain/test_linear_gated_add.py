@@ -164,7 +164,6 @@ def test_batch_invariance(device: str) -> None:
         ((1, 4, 9, 8), (4, 9, 8), 0),
         ((), (4, 9, 8), 0),
     ],
-    ids=str,
 )
 def test_groups(gate: tuple[int, ...], rows: tuple[int, ...], groups: int) -> None:
     assert groups_of(gate, rows) == groups
@@ -175,7 +174,9 @@ def test_groups(gate: tuple[int, ...], rows: tuple[int, ...], groups: int) -> No
 _SHAPES = {
     (32, 256, 1152, 1152): 192,
     (32, 256, 1024, 1096): 192,
+    # The last pair of tiles of rows has one.
     (63, 128, 1024, 1096): 192,
+    (1, 8064, 1024, 1096): 192,
     (1, 8100, 1024, 1096): 192,
     (32, 256, 1024, 2048): 128,
     (16, 512, 256, 1160): 128,
@@ -186,7 +187,7 @@ _SHAPES = {
 @_on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+@pytest.mark.parametrize("shape", _SHAPES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_one_product_on_hopper(
     shape: tuple[int, int, int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:

@@ -188,3 +188,14 @@ def test_block() -> None:
         "norm_mlp: modulation, residual, gelu",
     ]
     assert not any(site.fused for site in sites_of(block, names, small=False))
+
+
+def test_dynamic_sizes() -> None:
+    """Regression: PyTorch's op raised an error on symbolic sizes, so the graph ran unchanged."""
+    p = parameters()
+    compiled, sites = with_sites(added, True, dynamic=True)
+    with torch.no_grad():
+        for batch, tokens in ((2, _TILE), (3, 2 * _TILE)):
+            x, s = torch.randn(batch, tokens, K), torch.randn(batch, K)
+            torch.testing.assert_close(compiled(x, s, p["w"], p["o"]), added(x, s, p["w"], p["o"]))
+    assert sums(sites) == ["linear_add: gate"]

@@ -285,7 +285,9 @@ def produce[
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             mbarrier_wait(shared.vectors_empty(consumer), parity)
-            _load_vectors(shared, product, consumer, n, column, row, Int(part))
+            # Of the last cluster's blocks, some may have no rows.
+            var last = min(row, product.m - 1)
+            _load_vectors(shared, product, consumer, n, column, last, Int(part))
             comptime if config.ping_pong:
                 consumer ^= 1
             if consumer == 0:
