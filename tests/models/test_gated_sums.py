@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from patterns import K, parameters
 from torch import Tensor
 
 from fused_norm.models.sites import RESIDUAL
+from fused_norm.ops.operands import hint
 
 Function = Callable[..., Tensor]
 # What a tile of Hopper's kernels has of rows, here.
@@ -24,7 +26,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose products add, with a gate for each tile of rows or a number of them."""
 
     def adds(x: Tensor, weight: Tensor, groups: int = 0) -> bool:
-        rows = x.shape[:-1].numel()
+        rows = math.prod(map(hint, x.shape[:-1]))
         return groups <= 1 or rows % (groups * _TILE) == 0
 
     monkeypatch.setattr("fused_norm.models.fuse.adds_in_product", adds)
