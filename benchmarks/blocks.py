@@ -189,10 +189,16 @@ def _modulated_by_us(kind: Kind, fn: Any, x: Tensor, *parameters: Tensor) -> Ten
     qkv, qkv_bias, out, out_bias, fc1, fc1_bias, fc2, fc2_bias = parameters[6:]
     projected = fn.norm_linear(x, qkv, qkv_bias, scale=scale1, shift=shift1, eps=EPS)
     attended = _attention(kind, projected, _turn_by_us)
-    total = torch.addcmul(x, gate1, F.linear(attended, out, out_bias))
+    plain = {"normalization": None}
+    total, _ = fn.linear_add(attended, out, out_bias, x, gate=gate1, **plain)
     second = {"scale": scale2, "shift": shift2, "eps": EPS, "activation": "gelu"}
-    y = fn.norm_mlp(total, fc1, fc1_bias, fc2, fc2_bias, **second)
-    return torch.addcmul(total, gate2, y)
+    if torch.is_grad_enabled():
+        # Its backward multiplies by the derivative of the activation as well.
+        y = fn.norm_mlp(total, fc1, fc1_bias, fc2, fc2_bias, **second)
+        return torch.addcmul(total, gate2, y)
+    hidden = fn.norm_linear(total, fc1, fc1_bias, **second)
+    result: Tensor = fn.linear_add(hidden, fc2, fc2_bias, total, gate=gate2, **plain)[0]
+    return result
 
 
 def _flops(kind: Kind, shape: Shape) -> int:

@@ -25,6 +25,7 @@ from fused_norm.ops.family import (
 )
 from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.linear_gated_add import linear_gated_add
 from fused_norm.ops.statistics import add_statistics, row_statistics
 
 _GATES = frozenset(GATES.values())
@@ -292,6 +293,7 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     *,
+    gate: Tensor | None = None,
     normalization: str | None = "layer_norm",
     eps: float | None = 1e-5,
     recipe: str | None = None,
@@ -302,11 +304,18 @@ def linear_add(
     `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. On Hopper in
     bfloat16 and float16, and with a recipe, the product itself adds the residual and rounds once.
 
+    With a gate, as in adaLN-Zero, `s = torch.addcmul(residual, gate, F.linear(x, weight, bias))`.
+    In inference on Hopper in bfloat16 and float16, the product also multiplies by the gate if all
+    rows have the same one, or each group of a multiple of 128 rows has its own, as with `[B, 1, N]`
+    for `[B, 256, N]`. Otherwise PyTorch's ops do.
+
     Args:
         x: Input of shape `[..., K]`.
         weight: Shape `[N, K]`.
         bias: Shape `[N]`, or None.
         residual: Shape `[..., N]`.
+        gate: Multiplies the Linear layer's result before the sum, against which it broadcasts; None
+            for no gate.
         normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`; None for none.
         eps: Its eps.
         recipe: As in `norm_linear`.
@@ -326,15 +335,22 @@ def linear_add(
             linear_add,
             tensors_of(x, weight),
             *(x, weight, bias, residual),
+            gate=gate,
             normalization=normalization,
             eps=eps,
             recipe=recipe or given,
         )
     invariant = is_batch_invariant()
     added = Added(x, weight, bias, residual)
-    is_added = recipe is not None or (not invariant and linear_add_ops.adds_in_product(added))
+    is_added = gate is not None or recipe is not None
+    is_added = is_added or (not invariant and linear_add_ops.adds_in_product(added))
     if normalization is None or is_added:
-        if recipe is not None:
+        if gate is not None and recipe is not None:
+            y = scaled_linear(x, weight, bias, recipe=recipe)
+            total = torch.addcmul(residual, gate, y)
+        elif gate is not None:
+            total = linear_gated_add(added, gate, invariant)
+        elif recipe is not None:
             total = scaled_linear(*added, recipe=recipe)
         else:
             total = linear_add_ops.linear_add(added, invariant)

@@ -92,13 +92,15 @@ struct Call(ImplicitlyCopyable, Movable):
     var dsum: Int
     """Gradient of the sum from what else reads it [M, K]; added to dx."""
     var groups: Int
-    """How many groups of M / groups rows have their own scale and shift; 0 if there is neither."""
+    """How many groups of M / groups rows have their own scale and shift, or gate; 0 if there is none."""
     var scale: Int
     """Modulation z (1 + scale) + shift [groups, K], in the type of x."""
     var shift: Int
     """The other half of it [groups, K]."""
+    var gate: Int
+    """What multiplies a product before the residual is added [groups, N]."""
     var group_pitch: Int
-    """Elements from the scale or the shift of one group to the next; 0 for K."""
+    """Elements from the scale, the shift or the gate of one group to the next; 0 for K."""
     var dscale: Int
     """Gradient of the scale [groups, K]."""
     var dshift: Int
@@ -209,6 +211,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.groups = 0
         self.scale = 0
         self.shift = 0
+        self.gate = 0
         self.group_pitch = 0
         self.dscale = 0
         self.dshift = 0

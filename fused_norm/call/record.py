@@ -11,7 +11,7 @@ CALL_FIELDS = (
     *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate", "invariant"),
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
-    *("groups", "scale", "shift", "group_pitch", "dscale", "dshift"),
+    *("groups", "scale", "shift", "gate", "group_pitch", "dscale", "dshift"),
     *("activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
     "block_scales",

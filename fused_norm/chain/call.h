@@ -22,7 +22,7 @@ struct Call {
   int64_t has_statistics;
   void *residual, *sum, *dsum;
   int64_t groups;
-  void *scale, *shift;
+  void *scale, *shift, *gate;
   int64_t group_pitch;
   void *dscale, *dshift;
   int64_t activation;

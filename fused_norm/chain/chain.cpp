@@ -158,14 +158,17 @@ EXPORTED void chain_set_frozen(int level) {
   folds.clear();
 }
 
-// Whether a product alone, of aligned dense tensors, adds a residual in its epilogue.
-EXPORTED int chain_adds(int32_t dtype, int32_t device, int64_t M, int64_t N, int64_t K) {
+// Whether a product alone, of aligned dense tensors, adds a residual in its epilogue; after it multiplied
+// by a gate if there are groups of rows with one each.
+EXPORTED int chain_adds(
+    int32_t dtype, int32_t device, int64_t M, int64_t N, int64_t K, int64_t groups) {
   bool adds = false;
   const int status = guarded([&] {
     const auto& product = product_on(dtype, device);
     auto call = rows_call(M, N, product.context);
     call.K = K;
     call.x = call.weight = call.bias = call.residual = WANTED;
+    if (groups) set_gate(call, WANTED, groups, N);
     adds = product.plan_linear && product.plan_linear(&call) == 0 && call.strategy == FUSED;
   });
   return status == DONE && adds;
@@ -209,6 +212,7 @@ void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("add_statistics", TORCH_BOX(&add_statistics));
   m.impl("row_statistics", TORCH_BOX(&row_statistics));
   m.impl("linear_add", TORCH_BOX(&linear_add_op));
+  m.impl("linear_gated_add", TORCH_BOX(&linear_gated_add_op));
   m.impl("linear_add_backward", TORCH_BOX(&linear_add_backward));
   m.impl("trainable_eps_layer_norm", TORCH_BOX(&trainable_eps_op));
   m.impl("trainable_eps_layer_norm_backward", TORCH_BOX(&trainable_eps_backward_op));

@@ -144,6 +144,27 @@ inline Tensor linear_add(
   return y;
 }
 
+// Lets a product multiply its result by a gate for each group of rows.
+inline void set_gate(Call& call, void* gate, int64_t groups, int64_t pitch) {
+  call.gate = gate;
+  call.groups = groups;
+  call.group_pitch = pitch;
+}
+
+// residual + gate (x weight^T + bias), of dense rows; none if no kernel takes these, or others are faster.
+inline Tensor linear_gated_add(
+    const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
+    const Tensor& gate, const Kernels& kernels) {
+  if (gate.dtype() != x.dtype() || gate.device_type() != x.device_type()) return {};
+  const auto groups = groups_of(gate, residual), pitch = pitch_of(gate);
+  if (!groups || !pitch) return {};
+  auto call = linear_call(x, weight, bias, kernels.product);
+  call.x = address(x);
+  call.residual = address(residual);
+  set_gate(call, address(gate), groups, pitch);
+  return linear_by_kernel(call, x, weight, kernels.product);
+}
+
 // A gradient for PyTorch's products of a weight [N, K]: with columns of zeros up to a multiple of 16
 // bytes, without which a GPU's products load rows element by element, at a sixth of the speed (GPT-2's
 // 50,257 tokens). Small products do without the copy.

@@ -23,6 +23,20 @@ inline Given linear_add_op(
       batch_invariant, kernels_for(rows, batch_invariant)));
 }
 
+inline Given linear_gated_add_op(
+    Given x, Given weight, Optional bias, Given residual, Given gate) {
+  {
+    const auto rows = dense(tensor_of(x));
+    const OnDevice on_device(rows);
+    const NoGrad no_grad;
+    const auto y = linear_gated_add(
+        rows, as_matrix(tensor_of(weight)), dense(tensor_of(bias)), dense(tensor_of(residual)),
+        tensor_of(gate), kernels_for(rows, false));
+    if (y.defined()) return given_of(y);
+  }
+  return call_python<Given>("fused_norm::linear_gated_add_by_python", x, weight, bias, residual, gate);
+}
+
 // Dense rows in the shape of another tensor.
 inline Tensor shaped_as(const Tensor& rows, const Tensor& like) {
   return rows.viewed(like.sizes(), dense_strides(like.sizes()));

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from fused_norm.models.costs import bytes_written, count_ops
@@ -72,7 +73,13 @@ class Emitter:
         key = "val" if "val" in like.meta else "example_value"
         mode = getattr(value(like), "fake_mode", None)
         records = self.flow.records_gradients(like)
-        with torch.set_grad_enabled(records), self.flow.autocast(like), mode or nullcontext():
+        # Some ops run on symbolic sizes only with the dispatcher that Dynamo uses.
+        with (
+            torch.set_grad_enabled(records),
+            self.flow.autocast(like),
+            mode or nullcontext(),
+            enable_python_dispatcher(),
+        ):
             node.meta[key] = computed(node, value)
 
     def replace(

@@ -185,17 +185,16 @@ def fuse_graph(
     precision = Precision(options.fp8, options.skip)
     is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     # Layers on norms become part of other calls.
-    sums = {
-        s.total
-        for s in find_sums(emitter.flow, functools.partial(_adds, options, precision, is_busy))
-        if s.product.node not in layers
-    }
+    adds = functools.partial(_adds, options, precision, is_busy)
+    found = [s for s in find_sums(emitter.flow, adds) if s.product.node not in layers]
+    sums = {s.total for s in found}
     rewriter = Rewriter(
         emitter,
         keeps_rounding,
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
         precision,
+        {s.product.node for s in found if s.gate is not None},
         replaced,
     )
     sites = []
@@ -300,10 +299,16 @@ def _adds(options: Options, precision: Precision, is_busy: bool, found: Sum) -> 
     if options.rounding == "model" and x.dtype.itemsize < 4:
         return False
     recipe = precision.of_call([found.product])[0]
-    if recipe is not None:
+    if found.gate is not None:
+        groups = found.groups()
+        if recipe is not None or not groups or not adds_in_product(x, weight, groups):
+            return False
+    elif recipe is not None:
         # The layer is a call of ours in any case, of any size.
         return adds_in_fp8(x, recipe)
-    if not serves(x, weight.dtype) or not adds_in_product(x, weight):
+    elif not adds_in_product(x, weight):
+        return False
+    if not serves(x, weight.dtype):
         return False
     follows = torch.is_grad_enabled() and weight.requires_grad
     is_any = options.small is not False or is_busy

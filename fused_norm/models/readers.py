@@ -254,21 +254,26 @@ def find_modulation(node: Node, source: Node) -> tuple[Modulation, Node, set[Nod
     while form(scale).kind in VIEWS and not is_noop(scale):
         views.append(scale)
         scale = form(scale)["input"]
-    if not is_plain_sum(scale) or not _spreads(other(node, source), source):
+    if not is_plain_sum(scale) or not spreads(other(node, source), source):
         return None
     vector, one = pair(scale)
     if not is_tensor(vector) or not is_number(one, 1.0):
         return None
     end, shift = node, None
     total = only_user(node)
-    if total is not None and is_plain_sum(total) and _spreads(other(total, node), source):
+    if total is not None and is_plain_sum(total) and spreads(other(total, node), source):
         end, shift = total, other(total, node)
     modulation = Modulation(vector, tuple(reversed(views)), shift, node)
     return modulation, end, {node, end}
 
 
-def _spreads(node: Any, source: Node) -> bool:
-    """Return whether a tensor broadcasts against rows, feature by feature."""
+def spreads(node: Any, source: Node) -> bool:
+    """Return whether a tensor broadcasts against rows, feature by feature.
+
+    Args:
+        node: The tensor, or another argument.
+        source: The rows.
+    """
     if not is_tensor(node):
         return False
     own, rows = shape(node), shape(source)

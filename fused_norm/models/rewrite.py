@@ -55,6 +55,7 @@ class Rewriter:
         sums: Sums that the product before them should add, rather than a norm; the rewriter takes
             out those whose product becomes part of a call that cannot.
         precision: Which Linear layers are in FP8.
+        gated: Linear layers with a gate on their results, which calls of their own multiply by it.
         replaced: Receives copies of the old and the new nodes, to be timed; None for no copies.
     """
 
@@ -63,6 +64,7 @@ class Rewriter:
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
     sums: set[Node] = field(default_factory=set)
     precision: Precision = field(default_factory=Precision)
+    gated: set[Node] = field(default_factory=set)
     replaced: list[Replaced] | None = None
 
     @property
@@ -224,6 +226,8 @@ class Rewriter:
         if found is None or not self.flow.are_under_same_modes([norm.anchor, *found.inner]):
             return None
         more = with_second(found, self._adds)
+        if more.second is not None and more.second.node in self.gated:
+            return found
         is_same = self.flow.are_under_same_modes([norm.anchor, *more.inner])
         return more if is_same else found
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fused_norm import composition, reference
 from fused_norm.ops.followed import follow, refuse
 from fused_norm.ops.linear_add import linear_add_by_pytorch
+from fused_norm.ops.linear_gated_add import gated_by_pytorch
 from fused_norm.ops.norm_linear_ops import unpacked
 from fused_norm.ops.registration import when_exporting
 from fused_norm.ops.rotary import both_by_pytorch, rotated_by_pytorch
@@ -47,6 +48,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "rotary": rotated_by_pytorch,
     "rotary_of_both": both_by_pytorch,
     "linear_add": linear_add_by_pytorch,
+    "linear_gated_add": gated_by_pytorch,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),
     "composed_norm": _row_op(reference.norm),

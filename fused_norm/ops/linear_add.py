@@ -120,7 +120,7 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
     x, weight, bias, residual = t
     if invariant and (dtype := dtype_of_products(x)) is not None:
         return _invariant_in(dtype, t)
-    if not _fits(t):
+    if not fits(t):
         y = F.linear(x, weight, bias)
         if invariant and x.numel() and y.numel():
             # PyTorch's ops have raised no error.
@@ -146,7 +146,7 @@ def adds_in_product(t: Added) -> bool:
     x, weight, _, residual = t
     if not isinstance(x, Tensor) or not x.is_cuda or residual is None:
         return False
-    return _fits(t) and _pays(x, weight) and is_added_in_product(x, weight)
+    return fits(t) and _pays(x, weight) and is_added_in_product(x, weight)
 
 
 def _invariant_in(dtype: torch.dtype, t: Added) -> Tensor:
@@ -156,8 +156,12 @@ def _invariant_in(dtype: torch.dtype, t: Added) -> Tensor:
     return y if t.residual is None else t.residual + y
 
 
-def _fits(t: Added) -> bool:
-    """Return whether kernels may take a call; PyTorch's ops raise the errors of others."""
+def fits(t: Added) -> bool:
+    """Return whether kernels may take a call; PyTorch's ops raise the errors of others.
+
+    Args:
+        t: The tensors, unchecked.
+    """
     x, weight, bias, residual = t
     if torch._C._are_functorch_transforms_active():
         return False

@@ -112,7 +112,7 @@ def is_small(products: int, device: torch.device, follows: bool) -> bool:
     return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()
 
 
-def adds_in_product(x: Tensor, weight: Tensor) -> bool:
+def adds_in_product(x: Tensor, weight: Tensor, groups: int = 0) -> bool:
     """Return whether a Linear layer's product should add a residual, rather than the op after it.
 
     On Hopper it does so at no cost. Elsewhere, PyTorch's products add it in a separate pass, and a
@@ -121,6 +121,7 @@ def adds_in_product(x: Tensor, weight: Tensor) -> bool:
     Args:
         x: Of shape `[..., K]`, on its device; for a fake tensor, the traced sizes count.
         weight: Of shape `[N, K]`.
+        groups: If it is to multiply by a gate before that, how many groups of rows have their own.
     """
     if not x.is_cuda or not weight.is_contiguous():
         return False
@@ -129,7 +130,8 @@ def adds_in_product(x: Tensor, weight: Tensor) -> bool:
     if not (rows and N and K and may_multiply(x, N, K)):
         return False
     chain = library.load()
-    return chain is not None and _adds(chain, NUMBERS[x.dtype], x.device.index or 0, rows, N, K)
+    place = (NUMBERS[x.dtype], x.device.index or 0)
+    return chain is not None and _adds(chain, *place, rows, N, K, hint(groups))
 
 
 def _adds(chain: Any, *arguments: int) -> bool:

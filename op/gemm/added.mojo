@@ -58,8 +58,10 @@ struct Added[E: Epilogue, last: Bool = False](Epilogue):
 
     @doc_hidden
     @always_inline
-    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
-        return self.before.vector_address[i](part, first, column)
+    def vector_address[
+        i: Int
+    ](self, part: Int, first: Int, column: Int, row: Int) -> Int:
+        return self.before.vector_address[i](part, first, column, row)
 
     @doc_hidden
     @always_inline

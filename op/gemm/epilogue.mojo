@@ -335,7 +335,9 @@ trait Epilogue(TrivialRegisterPassable):
         return Self.vector_dtype
 
     @always_inline
-    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
+    def vector_address[
+        i: Int
+    ](self, part: Int, first: Int, column: Int, row: Int) -> Int:
         """Locates what a vector has for a column.
 
         Parameters:
@@ -345,6 +347,7 @@ trait Epilogue(TrivialRegisterPassable):
             part: Which of several matrices, 0 for the only one.
             first: Columns of those before it.
             column: The column, of that matrix.
+            row: The first row of a tile, all of which have the same vector.
 
         Returns:
             The address; 0 for the first column of all if the vector is lacking.

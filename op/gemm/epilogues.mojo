@@ -289,8 +289,10 @@ struct Activated[E: Epilogue, gates: Bool, may_keep: Bool = False](Epilogue):
 
     @doc_hidden
     @always_inline
-    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
-        return self.before.vector_address[i](part, first, column)
+    def vector_address[
+        i: Int
+    ](self, part: Int, first: Int, column: Int, row: Int) -> Int:
+        return self.before.vector_address[i](part, first, column, row)
 
     @doc_hidden
     @always_inline

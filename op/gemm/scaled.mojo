@@ -49,7 +49,9 @@ struct Scaled[bias_dtype: DType](Epilogue):
 
     @doc_hidden
     @always_inline
-    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
+    def vector_address[
+        i: Int
+    ](self, part: Int, first: Int, column: Int, row: Int) -> Int:
         comptime if i == 0:
             var scale = self.column_scale
             if part == 1:

@@ -21,6 +21,8 @@ ROWS_PASSED = (
 )
 RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "test_bits")
 ADDED = ("tests/chain/test_linear_add.py", "-k", "product_adds_on_hopper and bfloat16")
+GATED_ADD = ("tests/chain/test_linear_gated_add.py", "-k", "one_product_on_hopper and bfloat16")
+LEFT_GATES = ("tests/chain/test_linear_gated_add.py", "-k", "what_the_product_leaves")
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
@@ -56,6 +58,8 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     GPU_LAYERNORM: (("passes_gpu", "bfloat16"),),
     RESIDUAL: (_EIGHT_BITS,),
     ADDED: (_PRODUCT,),
+    GATED_ADD: (_PRODUCT,),
+    LEFT_GATES: (_PRODUCT,),
     LATE_RESIDUAL: (_EIGHT_BITS,),
     GATED_BITS: (_EIGHT_BITS,),
     STORED: (_EIGHT_BITS,),
@@ -272,6 +276,30 @@ MUTATIONS = (
         "box + UInt32(half * SLICE_BYTES)",
         "box",
         ADDED,
+    ),
+    Mutation(
+        "all rows get the gate of the first group",
+        "gpu",
+        "op/gemm/gated_add.mojo",
+        "var group = Int32(row) // self.rows",
+        "var group = Int32(0)",
+        GATED_ADD,
+    ),
+    Mutation(
+        "gates are taken to be dense",
+        "gpu",
+        "fused_norm/chain/linear.h",
+        "set_gate(call, address(gate), groups, pitch);",
+        "set_gate(call, address(gate), groups, gate.size(-1));",
+        GATED_ADD,
+    ),
+    Mutation(
+        "a tile of rows of two groups has the gate of the first",
+        "gpu",
+        f"{SM90}/linear.mojo",
+        "call.groups == 1 or call.M % (call.groups * TILE_ROWS) == 0",
+        "call.groups != 0",
+        LEFT_GATES,
     ),
     Mutation(
         "few rows in FP8 get a residual that is still being written",

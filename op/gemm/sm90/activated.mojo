@@ -1,5 +1,5 @@
-"""Queues a product with an activation or a gate, or their gradient, in ping-pong kernels: one consumer stores while
-the other multiplies.
+"""Queues a product with an activation or a gate, or their gradient, or one to whose result a tensor is added, in
+ping-pong kernels: one consumer stores while the other multiplies.
 
 The activation takes as long as a third of the products of K = 1024. Only ping-pong hides that.
 """
@@ -19,7 +19,7 @@ from .tiling import (
     FEW_ROWS,
     SHAPES,
     activated_tiling,
-    differentiated_tiling,
+    tiling_with_h,
 )
 
 
@@ -92,36 +92,38 @@ def launch_activated[
                 launch_matrix[dtype, config](gpu, c, a, b, product)
 
 
-def launch_gradients[
-    E: Epilogue, //, dtype: DType
+def launch_with_h[
+    E: Epilogue, //, dtype: DType, b_transposed: Bool
 ](
     gpu: Gpu,
     c: Int,
-    second: Int,
     a: Int,
     b: Int,
     m: Int,
     n: Int,
     k: Int,
     epilogue: E,
+    second: Int = 0,
     b_is_older: Bool = False,
 ) raises:
-    """Queues the gradient c of the input of an activation, whose own is a @ b, or of 8 bits a @ b^T.
+    """Queues a product whose warps load a tensor h of its shape: c becomes the gradient of the input h of an activation,
+    or h is added to it.
 
     Parameters:
         E: What becomes of the sums.
         dtype: Type of a and b: of 16 bits, that of all, or of 8.
+        b_transposed: Whether b is stored as [K, N].
 
     Args:
         gpu: Where to run.
         c: Address of c [M, N], for a gate [M, 2N], or [M, N] if it has a second matrix.
-        second: Address of that [M, N], the gradient of what a gate multiplies; or 0.
         a: Address of a [M, K].
-        b: Address of b [K, N], of 8 bits [N, K].
+        b: Address of b [N, K] or [K, N].
         m: Rows of a.
-        n: Columns of b; a multiple of 16 bytes, for a gate of 32.
+        n: Columns of c, of a gate's gradient those of each half; a multiple of 16 bytes, for a gate of 32.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Makes c of the sums.
+        second: Address of a second matrix [M, N], the gradient of what a gate multiplies; or 0.
         b_is_older: As for `launch_product`.
 
     Raises:
@@ -136,9 +138,7 @@ def launch_gradients[
     comptime if gates:
         outputs.addresses[1] = second if second != 0 else c + 2 * n
         outputs.pitch = n if second != 0 else 2 * n
-    var columns = differentiated_tiling[dtype](
-        m, n, k, gates, gpu.processors
-    ).columns
+    var columns = tiling_with_h[dtype](m, n, k, gates, gpu.processors).columns
     if columns == FEW_ROWS:
         comptime first = ACTIVATED_SHAPES[0]
         comptime narrow = SHAPES[first].columns
@@ -146,10 +146,7 @@ def launch_gradients[
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         comptime config = Config.of(
-            width,
-            b_transposed=size_of[dtype]() > 1,
-            ping_pong=True,
-            loads_h=True,
+            width, b_transposed=b_transposed, ping_pong=True, loads_h=True
         )
         comptime is_narrow = gates or size_of[dtype]() == 1
         comptime if not is_narrow or i == ACTIVATED_SHAPES[0]:

@@ -53,7 +53,7 @@ def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
     Returns:
         The columns of a box.
     """
-    comptime if E.gradients > 0:
+    if config.loads_h:
         return H_COLUMNS
     # An activation has a box's numbers in registers in addition to the sums of a tile.
     var has_few_registers = E.activates and config.columns > 128

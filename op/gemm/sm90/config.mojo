@@ -58,7 +58,7 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Whether c has any number of columns, so that threads store it; otherwise
     its rows start at multiples of 16 bytes, and TMA does."""
     var loads_h: Bool
-    """Whether warps load boxes of the input of an activation, for the epilogue of its gradient."""
+    """Whether warps load boxes of a tensor of c's shape: the input h of an activation, or what is added last."""
 
     @staticmethod
     def of(
@@ -91,7 +91,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             ping_pong: Whether consumers alternate.
             parts: How several matrices make the product.
             any_columns: Whether c has any number of columns.
-            loads_h: Whether warps load boxes of h.
+            loads_h: Whether warps load boxes of h, or of what is added.
 
         Returns:
             The choices.
@@ -299,7 +299,8 @@ struct Config(Equatable, TrivialRegisterPassable):
         """Counts the bytes of the vectors of the epilogue of one tile.
 
         Returns:
-            The bytes: two values for each column, or one for each row and warp; one for each column where h is loaded.
+            The bytes: two values for each column, or one for each row and warp; where h is loaded, four bytes for each
+            column.
         """
         if self.loads_h:
             return self.columns * 4

@@ -19,6 +19,7 @@ from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config
 from .counters import Progress
 from .elements import Elements
+from .h_rows import HRows
 from .multiplier import Multiplier
 from .parts import HALVES, IN_TURN, SIDE_BY_SIDE, Parts, part_of
 from .product import Product
@@ -28,7 +29,7 @@ from .row_terms import Halves, ThreadTerms
 from .shared_layout import Shared
 from .store import TileRows
 from .store_float32 import Float32Rows
-from .store_gradients import HRows, store_gradients
+from .store_gradients import store_gradients
 from .store_quantized import FirstSums, store_quantized
 from .sums import Accumulators, Sums
 from .tiles import Tiles
@@ -101,6 +102,8 @@ def consume[
     """Computes this warpgroup's half of all tiles of this block, or half of the tiles."""
     comptime columns = config.columns
     comptime halves = config.halves()
+    # Otherwise warps load what is added last.
+    comptime adds_from_ring = E.adds_last and not config.loads_h
     comptime registers = columns // 2 * halves
     var lane = thread & 31
     # Which of the tiles worked on is this warpgroup's, and its first row in that.
@@ -132,7 +135,7 @@ def consume[
     var first_sums = FirstSums(shared.first_sums(), consumer * 128 + thread)
     var elements = Elements(product.c, UInt32(product.m), UInt32(product.n))
 
-    var h_rows = HRows[columns, E.gradients](
+    var h_rows = HRows[columns, max(E.gradients, 1)](
         shared.h_box(consumer * 4 + warp_in_group),
         shared.h_full(consumer * 4 + warp_in_group),
         h_map,
@@ -148,7 +151,7 @@ def consume[
     var terms = ThreadTerms[halves]()
     var index = tiles.first
     var slots_of_tile = blocks
-    comptime if E.adds or E.adds_last:
+    comptime if E.adds or adds_from_ring:
         slots_of_tile += UInt32(config.addend_slots())
     comptime if config.ping_pong:
         if consumer > 0:
@@ -225,13 +228,13 @@ def consume[
                     accumulator = multiplier.scaled[second=True](
                         at, blocks, product, row + (lane >> 2), column
                     )
-                elif E.adds_last:
+                elif adds_from_ring:
                     addend = multiplier.addend(at)
             else:
                 accumulator = multiplier.start[False](
                     at, previous, gathered, progress, blocks, not is_first
                 )
-                comptime if E.adds_last:
+                comptime if adds_from_ring:
                     addend = multiplier.addend(at)
                 if index - tiles.step < tiles.end:
                     multiplier.ping_pong_arrive()
@@ -289,6 +292,7 @@ def consume[
                     boxes,
                     c_map,
                     TileAddend[config](),
+                    h_rows,
                 )
         elif config.adds:
             _float32_rows(product, row, column, lane).store[columns](
@@ -310,7 +314,7 @@ def consume[
                     lane,
                     elements,
                 )
-                comptime if config.loads_h:
+                comptime if E.gradients > 0:
                     store_gradients[c_dtype, half](
                         rows_of_tile,
                         sums_of_half,
@@ -345,10 +349,11 @@ def consume[
                         boxes,
                         c_map,
                         addend,
+                        h_rows,
                     )
             comptime if config.loads_h:
                 h_rows.next_tile()
-            comptime if E.adds_last:
+            comptime if adds_from_ring:
                 multiplier.release_addend(addend)
             comptime if E.vectors > 0:
                 mbarrier_arrive(shared.vectors_empty(tile))

@@ -86,7 +86,8 @@ def matrix_kernel[
         c_maps: Tensor map of c [M, N], boxes of 16 rows of up to 128 bytes; not read
             where c is added to, or has any number of columns. With gradients of h, then those of a and of what a gate multiplies.
         more_map: Tensor map of h, in c's boxes, which an activation stores as well, or
-            gradients load; or of what is added to c, in boxes of a tile's rows.
+            gradients load; or of what is added to c, in the same where warps load it,
+            otherwise in boxes of a tile's rows.
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
@@ -106,9 +107,10 @@ def matrix_kernel[
         or E.adds
         or E.adds_last
     )
-    # What is added last waits in the ring, after the k blocks of its tile, for consumers that share it.
+    # What is added last waits in the ring, after the k blocks of its tile, for consumers that share it; warps of
+    # alternating ones load it.
     comptime assert not E.adds_last or not (
-        config.ping_pong
+        config.ping_pong != config.loads_h
         or config.split
         or config.adds
         or config.parts != WHOLE
@@ -137,18 +139,14 @@ def matrix_kernel[
     )
     comptime assert config.parts != IN_TURN or E.quantizes
     # Consumers that share a tile would multiply nothing while they wait for h.
-    comptime assert config.loads_h == (E.gradients > 0)
+    comptime assert config.loads_h == (
+        E.gradients > 0 or (E.adds_last and config.ping_pong)
+    )
     comptime assert not config.loads_h or (
         config.ping_pong
         and config.parts == WHOLE
-        and E.vectors <= 1
-        and not (
-            E.activates
-            or E.adds
-            or E.adds_last
-            or E.scales_blocks
-            or config.any_columns
-        )
+        and (E.gradients == 0 or E.vectors <= 1)
+        and not (E.activates or E.adds or E.scales_blocks or config.any_columns)
     )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()

@@ -189,9 +189,14 @@ def launch_parts[
                 ),
             )
     elif E.adds or E.adds_last:
-        more_map = tensor_map[c_dtype](
-            ctx, product.epilogue.addend(), m, n, TILE_ROWS
-        )
+        comptime if config.loads_h:
+            more_map = tensor_map[c_dtype](
+                ctx, product.epilogue.addend(), m, n, 16, box_columns=box
+            )
+        else:
+            more_map = tensor_map[c_dtype](
+                ctx, product.epilogue.addend(), m, n, TILE_ROWS
+            )
     comptime if config.any_columns:
         product.c = Int64(c.addresses[0])
     var clusters = count_tiles(config, m, n)

@@ -89,9 +89,10 @@ def _load_vectors[
     consumer: UInt32,
     n: Int32,
     column: Int32,
+    row: Int32,
     part: Int,
 ):
-    """Copies the elements of the epilogue's vectors that go with a tile's columns."""
+    """Copies the elements of the epilogue's vectors that go with a tile's columns, and its first row."""
     comptime columns = config.columns
     comptime first_size = size_of[E.vector_type(0)]()
     var epilogue = product.epilogue
@@ -107,7 +108,7 @@ def _load_vectors[
         comptime size = size_of[E.vector_type(i)]()
         var place = vectors + UInt32(i * columns * first_size)
         comptime if E.may_lack_vectors:
-            if epilogue.vector_address[i](0, 0, 0) == 0:
+            if epilogue.vector_address[i](0, 0, 0, 0) == 0:
                 for at in range(turns * columns * size // 8):
                     store_shared_pair(place + UInt32(8 * at), 0)
                 copies[i] = False
@@ -122,7 +123,7 @@ def _load_vectors[
                     place + UInt32(Int(at) * size),
                     Pointer[Scalar[E.vector_type(i)], MutUntrackedOrigin](
                         unsafe_from_address=epilogue.vector_address[i](
-                            part, first, Int(column + at)
+                            part, first, Int(column + at), Int(row)
                         )
                     ).unsafe_load(),
                 )
@@ -140,7 +141,9 @@ def _load_vectors[
             comptime for half in range(2):
                 load_bytes(
                     place + UInt32(half * columns // share * size),
-                    epilogue.vector_address[i](half, 0, Int(column) // share),
+                    epilogue.vector_address[i](
+                        half, 0, Int(column) // share, Int(row)
+                    ),
                     count * Int32(size) // Int32(share),
                     full,
                 )
@@ -150,7 +153,7 @@ def _load_vectors[
                 elements = count // Int32(16 // size) * Int32(16 // size)
             load_bytes(
                 place,
-                epilogue.vector_address[i](part, first, Int(column)),
+                epilogue.vector_address[i](part, first, Int(column), Int(row)),
                 elements * Int32(size),
                 full,
             )
@@ -272,7 +275,7 @@ def produce[
                 )
             at.advance[config.stages]()
 
-        comptime if E.adds_last:
+        comptime if E.adds_last and not config.loads_h:
             # Where only terms of rows are waited for, nothing else says that it is complete.
             comptime if E.has_row_terms:
                 pdl_wait()
@@ -282,7 +285,9 @@ def produce[
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             mbarrier_wait(shared.vectors_empty(consumer), parity)
-            _load_vectors(shared, product, consumer, n, column, Int(part))
+            # Of the last cluster's blocks, some may have no rows.
+            var last = min(row, product.m - 1)
+            _load_vectors(shared, product, consumer, n, column, last, Int(part))
             comptime if config.ping_pong:
                 consumer ^= 1
             if consumer == 0:

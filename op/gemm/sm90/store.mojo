@@ -17,6 +17,7 @@ from .boxes import Boxes
 from .clear_vectors import clear_vectors
 from .config import Config
 from .elements import Elements, swizzle
+from .h_rows import HRows
 from .kept_maxima import KeptMaxima
 from .shared_memory import (
     pack_pair,
@@ -271,6 +272,8 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         S: Sums,
         bytes: Int,
         config: Config,
+        tile_columns: Int,
+        parts: Int,
         //,
         dtype: DType,
         columns: Int,
@@ -282,6 +285,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         mut boxes: Boxes[bytes],
         c_map: OpaquePointer[ImmUntrackedOrigin],
         addend: TileAddend[config],
+        h_rows: HRows[tile_columns, parts],
     ):
         """Finishes and stores the rows, plus what is added last, and keeps their sums where the epilogue wants them."""
         var totals = RowPair(0)
@@ -294,6 +298,8 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
             var box_address = UInt32(0)
             comptime if Self.E.stores:
                 box_address = boxes.take(self.lane)
+            comptime if config.loads_h:
+                h_rows.wait[half, box]()
             comptime for group in range(0, Self.width // 8, 2):
                 var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
                 comptime for half in range(2):
@@ -308,13 +314,19 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                             sums, vectors
                         )
                 comptime if Self.E.adds_last:
-                    var more = addend.sixteen[
-                        dtype, half, box * Self.width + group * 8
-                    ](self.lane)
+                    var more: SIMD[DType.float32, 8]
+                    comptime if config.loads_h:
+                        more = h_rows.sixteen[dtype, half, box, 0, group]()
+                    else:
+                        more = addend.sixteen[
+                            dtype, half, box * Self.width + group * 8
+                        ](self.lane)
                     comptime for i in range(2):
                         fours[i] += more.slice[4, offset=4 * i]()
                 comptime if Self.E.stores:
                     self._put[dtype, group](box_address, fours[0], fours[1])
+            comptime if config.loads_h:
+                h_rows.release[half, box]()
             comptime if Self.E.stores:
                 self.send[dtype](
                     c_map,

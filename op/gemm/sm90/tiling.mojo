@@ -198,10 +198,11 @@ def activated_tiling[
     return best
 
 
-def differentiated_tiling[
+def tiling_with_h[
     dtype: DType
 ](m: Int, n: Int, k: Int, gates: Bool, processors: Int) -> Tiling:
-    """Chooses the kernel of a product that becomes the gradient of an activation's input.
+    """Chooses the kernel of a product whose warps load a tensor of its shape: the input of an activation, whose gradient
+    it becomes, or what is added to it.
 
     Parameters:
         dtype: Type of the operands.

@@ -37,6 +37,7 @@ def are_aligned(call: Call) -> Bool:
         call.bias,
         call.up,
         call.up_bias,
+        call.gate,
         call.fold_weight,
         call.y,
         call.h,

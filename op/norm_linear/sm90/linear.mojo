@@ -2,9 +2,12 @@
 
     y = act(rows weight^T + bias)    h, the input of the activation, is stored as well if asked for
     y = rows weight^T + bias + residual
+    y = residual + gate (rows weight^T + bias)    each group of rows has a gate of its own
 
 The plan declines where PyTorch's product is faster, or where TMA cannot read the layout of a matrix.
 """
+
+from std.sys import size_of
 
 from ...call import Call
 from ...device import Gpu, Launcher
@@ -12,15 +15,20 @@ from ...gemm.activation import GATED
 from ...gemm.added import Added
 from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated, Bias, BiasOfParts
-from ...gemm.sm90.activated import launch_activated
+from ...gemm.gated_add import GatedAdd
+from ...gemm.sm90.activated import launch_activated, launch_with_h
+from ...gemm.sm90.config import TILE_ROWS
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.tiling import (
+    FEW_ROWS,
     MOST_FEW_ROWS,
     VERY_FEW_ROWS,
     Tiling,
     activated_tiling,
+    tiling_with_h,
 )
 from ..plan import DECLINED, FUSED
+from .alignment import ALIGNMENT
 from .choice import fits_gate, has_kernels
 from .costs import Costs
 from .fold import products
@@ -56,6 +64,8 @@ def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     """
     if dtype == DType.float32 or not has_kernels[dtype](call):
         return False
+    if call.gate != 0:
+        return _fits_groups[dtype](call) and _fills_with_h(call, costs)
     if call.invariant != 0:
         return call.activation == 0
     if call.activation != 0:
@@ -73,6 +83,23 @@ def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
             return False
         return linear_tiling(call, costs.processors).fills()
     return costs.is_faster(call.M, call.K, call.N)
+
+
+def _fits_groups[dtype: DType](call: Call) -> Bool:
+    """Tells whether each tile of rows has one gate, and TMA copies it."""
+    var of_whole_tiles = (
+        call.groups == 1 or call.M % (call.groups * TILE_ROWS) == 0
+    )
+    return (
+        of_whole_tiles and call.group_pitch * size_of[dtype]() % ALIGNMENT == 0
+    )
+
+
+def _fills_with_h(call: Call, costs: Costs) -> Bool:
+    var tiling = tiling_with_h[DType.bfloat16](
+        call.M, call.N, call.K, False, costs.processors
+    )
+    return tiling.columns != FEW_ROWS and tiling.fills()
 
 
 def plan_linear[dtype: DType](launcher: Launcher, mut call: Call):
@@ -100,7 +127,7 @@ def linear[dtype: DType](launcher: Launcher, call: Call) raises:
 
     Args:
         launcher: Where to run.
-        call: A call that `plan_linear` did not decline; the residual is [M, N], 0 for none.
+        call: A call that `plan_linear` did not decline; the residual is [M, N], 0 for none, which a gate needs.
 
     Raises:
         If the driver refuses.
@@ -142,6 +169,24 @@ def launch_linear[
                 Int64(call.bias), Int64(call.up_bias), 0
             )
             _launch_activated[dtype, True](gpu, call, rows, b_is_older, biases)
+            return
+        if call.gate != 0:
+            launch_with_h[dtype, False](
+                gpu,
+                call.y,
+                rows,
+                call.weight,
+                call.M,
+                call.N,
+                call.K,
+                GatedAdd[dtype](
+                    Int64(call.residual),
+                    Int64(call.gate),
+                    Int64(call.bias),
+                    Int64(call.group_pitch),
+                    Int32(call.M // call.groups),
+                ),
+            )
             return
         if call.residual != 0:
             _launch_product[dtype](

@@ -11,11 +11,11 @@ from ...device import Gpu, Launcher
 from ...gemm.activation import GATED, GELU, SmoothCurve
 from ...gemm.differentiated import Differentiated
 from ...gemm.epilogues import Plain
-from ...gemm.sm90.activated import launch_gradients
+from ...gemm.sm90.activated import launch_with_h
 from ...gemm.sm90.config import H_COLUMNS
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
-from ...gemm.sm90.tiling import FEW_ROWS, Tiling, differentiated_tiling
+from ...gemm.sm90.tiling import FEW_ROWS, Tiling, tiling_with_h
 from ..plan import DECLINED, FUSED
 from .choice import has_kernels
 from .costs import Costs
@@ -51,7 +51,7 @@ def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     if call.activation != 0:
         # A pass over h is saved, as are writing and reading dx. Boxes of a gate's gradient end where its halves do.
         var gates = call.activation >= GATED
-        var tiling = differentiated_tiling[dtype](
+        var tiling = tiling_with_h[dtype](
             call.M, call.K, call.N, gates, costs.processors
         )
         var kind = Int32(call.activation % GATED)
@@ -118,10 +118,9 @@ def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
 
 
 def _launch_gradients[dtype: DType, gates: Bool](gpu: Gpu, call: Call) raises:
-    launch_gradients[dtype](
+    launch_with_h[dtype, True](
         gpu,
         call.dh,
-        0,
         call.dy,
         call.weight,
         call.M,

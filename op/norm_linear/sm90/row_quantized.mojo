@@ -60,8 +60,10 @@ struct RowQuantized[gates: Bool](Epilogue):
 
     @doc_hidden
     @always_inline
-    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
-        return self.before.vector_address[i](part, first, column)
+    def vector_address[
+        i: Int
+    ](self, part: Int, first: Int, column: Int, row: Int) -> Int:
+        return self.before.vector_address[i](part, first, column, row)
 
     @doc_hidden
     @always_inline

@@ -21,7 +21,7 @@ from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
 from ...gemm.scaled_gradient import ScaledGradient
-from ...gemm.sm90.activated import launch_activated, launch_gradients
+from ...gemm.sm90.activated import launch_activated, launch_with_h
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.launch_matrix import BAND, launch_parts
@@ -187,10 +187,9 @@ def _launch_gradients[dtype: DType](gpu: Gpu, call: Call) raises:
                     second = call.dh + 2 * call.M * call.N
                     var count = 1 if call.one_scale != 0 else call.M + call.N
                     second_kept = call.workspace + 16 * ceildiv(count, 4)
-            launch_gradients[dtype](
+            launch_with_h[dtype, False](
                 gpu,
                 call.dh,
-                second,
                 call.z,
                 call.weight,
                 call.M,
@@ -208,6 +207,7 @@ def _launch_gradients[dtype: DType](gpu: Gpu, call: Call) raises:
                     Int64(second_kept),
                     Int32(call.one_scale != 0),
                 ),
+                second=second,
                 b_is_older=call.strategy == FUSED,
             )
 

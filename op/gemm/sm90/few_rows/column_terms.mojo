@@ -22,7 +22,7 @@ def load_column_terms[
     var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
     comptime for i in range(E.vectors):
         comptime if E.may_lack_vectors:
-            if product.epilogue.vector_address[i](0, 0, 0) == 0:
+            if product.epilogue.vector_address[i](0, 0, 0, 0) == 0:
                 continue
         columns[i] = (
             Pointer[Scalar[E.vector_type(i)], MutUntrackedOrigin](
@@ -47,7 +47,7 @@ def prefetch_column_terms[
     """Has these fetched while the products are computed, with those of the columns after it."""
     comptime for i in range(E.vectors):
         comptime if E.may_lack_vectors:
-            if product.epilogue.vector_address[i](0, 0, 0) == 0:
+            if product.epilogue.vector_address[i](0, 0, 0, 0) == 0:
                 continue
         prefetch(_address[i](product, tile, output, half))
 
@@ -67,5 +67,6 @@ def _address[
             Int(tile.part),
             first_of(product.sizes, Int(tile.part)),
             Int(output),
+            0,
         )
-    return product.epilogue.vector_address[i](Int(half), 0, Int(output))
+    return product.epilogue.vector_address[i](Int(half), 0, Int(output), 0)
