@@ -212,6 +212,7 @@ C_LAYERS = [
     ["eight_bits_products"],
     ["eight_bits_ops"],
     ["eight_bits_layers", "eight_bits_norm"],
+    ["eight_bits_mlp"],
 ]
 
 
