@@ -21,7 +21,9 @@ inline Handles fp8_mlp_backward(
         Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
         has_fp8_wgrad, are_kept};
     const int64_t number = number_of(activation);
-    require_kernels(number && !how.grad.by_block() && !how.weight.by_block());
+    // The product has one formula, for smooth activations, and no scales of blocks.
+    require_kernels(number % GATED && number % GATED != RELU);
+    require_kernels(!how.grad.by_block() && !how.weight.by_block());
     auto first = differentiated(z, z_scale, weights, weight_scales, how);
     auto second = differentiated(a, a_scale, {out_weight}, {out_scale}, how);
     second.dys.push_back(gradient_rows(dy));
