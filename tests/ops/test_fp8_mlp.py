@@ -352,8 +352,10 @@ def test_registration(activation: str, is_pair: bool, in_8_bits: bool, tmp_path:
 @pytest.mark.parametrize("recipe", [*recipes.RECIPES])
 @pytest.mark.parametrize(
     ("activation", "is_pair"),
-    [("gelu", False), ("silu", False), ("swiglu", False), ("geglu", True)]
-    + [("relu", False), ("reglu", True)],
+    [
+        *(("gelu", False), ("silu", False), ("swiglu", False), ("geglu", True)),
+        *(("relu", False), ("reglu", True)),
+    ],
 )
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_op(recipe: str, activation: str, is_pair: bool, in_8_bits: bool, tmp_path: Path) -> None:
