@@ -136,7 +136,9 @@ def test_limits_are_the_same_in_every_language() -> None:
         found |= {n: int(v) for n, v in (part.split(" = ") for part in names.split(", "))}
     limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS")
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
-    others = {"GATED": gated, "NO_NORM": record.NO_NORM}
+    relu = int(re.findall(r"^comptime RELU = Int32\((\d+)\)$", ACTIVATION_MOJO, re.M)[0])
+    assert relu == activations.number_of("relu")
+    others = {"GATED": gated, "NO_NORM": record.NO_NORM, "RELU": relu}
     of_blocks = re.findall(r"^comptime (SCALE_BLOCK|VECTORS|SQUARES) = (\d+)$", CALL_MOJO, re.M)
     assert len(of_blocks) == 3
     others |= {name: int(value) for name, value in of_blocks}
@@ -212,6 +214,7 @@ C_LAYERS = [
     ["eight_bits_products"],
     ["eight_bits_ops"],
     ["eight_bits_layers", "eight_bits_norm"],
+    ["eight_bits_mlp"],
 ]
 
 

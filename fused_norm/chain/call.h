@@ -52,6 +52,8 @@ constexpr int64_t MOST_PARTS = 3;
 constexpr int64_t SCALE_BLOCK = 128, VECTORS = 1, SQUARES = 2;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
+// The activation that is not smooth, nor is the gate of this plus GATED.
+constexpr int64_t RELU = 1;
 // The number of "no norm": a product of rows that are not normalized.
 constexpr int64_t NO_NORM = 2;
 

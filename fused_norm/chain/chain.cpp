@@ -5,6 +5,7 @@
 
 #include "gradients.h"
 #include "eight_bits_layers.h"
+#include "eight_bits_mlp.h"
 #include "eight_bits_norm.h"
 #include "family_ops.h"
 #include "row_ops.h"
@@ -229,6 +230,7 @@ void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("fp8_linears", TORCH_BOX(&fp8_linears));
   m.impl("fp8_layers", TORCH_BOX(&fp8_layers));
   m.impl("fp8_layers_backward", TORCH_BOX(&fp8_layers_backward));
+  m.impl("fp8_mlp_backward", TORCH_BOX(&fp8_mlp_backward));
 }
 
 }  // namespace

@@ -133,34 +133,53 @@ class Rooms {
   int64_t expected_ = 0, used_ = 0;
 };
 
-// The gradient dh [M, N] before an activation, from da [M, N] and h; for a gate with h [M, 2 N], dh is
-// [M, 2 N] for one layer or [2, M, N] for two. Also the maxima of dh.
+// An activation and its input h [M, N], for a gate [M, 2 N], which one layer computes or two.
+struct ActivationInput {
+  Tensor h;
+  int64_t activation, layers;
+
+  int64_t halves() const { return activation >= GATED ? 2 : 1; }
+};
+
+// The gradient dh of an activation's input: [M, N]; for a gate [M, 2 N] for one layer or [2, M, N] for
+// two. Also its maxima.
 struct BeforeActivation {
   Tensor dh, maxima;
 };
 
-inline BeforeActivation before_activation(
-    const Tensor& da, const Tensor& h, int64_t activation, const Cast& cast, bool plain,
-    int64_t layers, const EightBits& kernels) {
-  const int64_t M = da.size(0), N = da.size(1), halves = activation >= GATED ? 2 : 1;
+// Gives a call that computes dh its input and memory for its results, from N and the type of `like`.
+inline BeforeActivation add_gradient(
+    Call& call, const ActivationInput& of, int64_t N, const Tensor& like, const Cast& cast,
+    bool plain, Rooms& rooms) {
+  const auto& [h, activation, layers] = of;
+  const int64_t M = call.M, halves = of.halves();
   require_kernels(
-      h.dtype() == BFLOAT16 && is_beside(h, da) && are_equal(h.sizes(), Shape{M, halves * N}) &&
+      h.dtype() == BFLOAT16 && is_beside(h, like) && are_equal(h.sizes(), Shape{M, halves * N}) &&
       N % 8 == 0 && N <= LONGEST_ROW / 2 && (layers == 1 || layers == halves));
-  const auto own = readable(h);
   BeforeActivation found;
-  found.dh = layers == 2 ? empty(Shape{2, M, N}, da) : empty(h.sizes(), da);
-  found.maxima = Rooms().take(da, M, halves / layers * N, cast, plain, layers);
-  auto call = rows_call(M, 0, kernels.context);
-  call.K = N;
+  const Shape shape = layers == 2 ? Shape{2, M, N} : Shape{M, halves * N};
+  found.dh = empty(shape, like, BFLOAT16);
+  found.maxima = rooms.take(found.dh, M, halves / layers * N, cast, plain, layers);
   call.activation = activation;
   call.part_count = layers;
-  call.da = address(da);
-  call.h = address(own);
-  call.x = address(found.dh);
+  call.h = address(h);
   call.one_scale = !cast.by_row();
+  call.workspace = address(found.maxima);
+  return found;
+}
+
+// dh from the gradient da [M, N] of the activation.
+inline BeforeActivation before_activation(
+    const Tensor& da, const ActivationInput& of, const Cast& cast, bool plain,
+    const EightBits& kernels) {
+  auto call = rows_call(da.size(0), 0, kernels.context);
+  Rooms rooms;
+  const auto found = add_gradient(call, of, da.size(1), da, cast, plain, rooms);
+  call.K = da.size(1);
+  call.da = address(da);
+  call.x = address(found.dh);
   // Its rows are quantized later, with their maxima.
   if (plain) call.z = address(found.dh);
-  call.workspace = address(found.maxima);
   launch(kernels.maxima, call, da);
   return found;
 }

@@ -73,94 +73,131 @@ inline Handles fp8_layers(
       residual, maxima, leaves_maxima, z_scale);
 }
 
-// What the gradients of layers are computed from, and how.
-struct Differentiated {
-  Tensors dys, weights, scales;
-  // Rows [M, K]; or transposed in 8 bits.
-  Tensor z;
-  Scaled transposed;
-  // The input of an activation; if it is set, dys is the gradient of the activation's result.
-  Tensor h;
-  int64_t activation;
+// How gradients and what they are multiplied by are quantized.
+struct GradientCasts {
   Cast grad, weight, input;
   bool has_fp8_wgrad, are_kept;
 };
 
-// One of several matrices in one tensor; the whole tensor if there is one.
-inline Tensor part_of(const Tensor& all, size_t i, int64_t count) {
-  if (count == 1) return all;
-  const int64_t N = all.size(-1), part = all.numel() / count;
-  return all.viewed(Shape{part / N, N}, Shape{N, 1}, static_cast<int64_t>(i) * part);
+// What the gradients of layers are computed from, and how.
+struct Differentiated {
+  GradientCasts how;
+  // Rows [M, K]; or transposed in 8 bits.
+  Tensor z;
+  Scaled transposed;
+  Tensors weights, scales;
+  // The gradient of each layer's result, undefined for one without, its maxima if they are known, and the
+  // sizes of all but their last dimension.
+  Tensors dys{}, maxima{};
+  Sizes sizes{};
+};
+
+inline Differentiated differentiated(
+    const Given& z, const Optional& z_scale, const Handles& weights, const Optionals& scales,
+    const GradientCasts& how) {
+  const auto rows = dense(tensor_of(z));
+  const Scaled transposed{z_scale ? rows : Tensor(), tensor_of(z_scale)};
+  require_kernels(rows.dim() && rows.numel());
+  require_kernels(
+      transposed.defined() ? rows.dim() == 2 && how.has_fp8_wgrad : rows.dtype() == BFLOAT16);
+  Differentiated of{how, rows.rows(), transposed, {}, {}};
+  for (size_t i = 0; i < weights.size(); ++i) {
+    of.weights.push_back(tensor_of(weights[i]));
+    of.scales.push_back(tensor_of(scales.at(i)));
+  }
+  of.maxima.resize(weights.size());
+  return of;
 }
 
-// Matrices that `layer_gradients` quantizes, but for a gradient that is computed with its maxima.
-inline void expect(Rooms& rooms, const Differentiated& of, const std::vector<bool>& wanted) {
+// Dense rows of a gradient in bfloat16.
+inline Tensor gradient_rows(const Tensor& dy) {
+  require_kernels(dy.dtype() == BFLOAT16 && dy.dim() && dy.numel());
+  return readable(dy).rows();
+}
+
+// Makes the gradient before an activation that of its layers, whose results have these sizes.
+inline void add_gradients(Differentiated& of, const BeforeActivation& before, Sizes sizes) {
+  const auto& [dh, maxima] = before;
+  const auto part_of = [](const Tensor& all, size_t i, int64_t count) {
+    if (count == 1) return all;
+    const int64_t N = all.size(-1), part = all.numel() / count;
+    return all.viewed(Shape{part / N, N}, Shape{N, 1}, static_cast<int64_t>(i) * part);
+  };
+  const auto count = static_cast<int64_t>(of.weights.size());
+  for (size_t i = 0; i < of.weights.size(); ++i) {
+    of.dys.push_back(part_of(dh, i, count));
+    // Scales of blocks need no maxima of rows or of the whole matrix.
+    if (!of.how.grad.by_block()) of.maxima[i] = part_of(maxima, i, count);
+  }
+  of.sizes = sizes;
+}
+
+// Matrices that `layer_gradients` needs maxima of, where these are not known.
+inline void expect(
+    Rooms& rooms, const Differentiated& of, const std::vector<bool>& wanted,
+    const ActivationInput* input) {
+  const auto& [grad, weight, rows, has_fp8_wgrad, _] = of.how;
   bool quantizes_rows = false;
   for (size_t i = 0; i < of.weights.size(); ++i) {
-    const auto& dy = of.dys[of.activation ? 0 : i];
-    if (!dy.defined() || !dy.dim() || of.weights[i].dim() != 2) continue;
-    const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
+    const auto& dy = of.dys[i];
+    if (!dy.defined() || of.weights[i].dim() != 2) continue;
+    const bool transposes = wanted[1 + i] && has_fp8_wgrad;
     quantizes_rows |= transposes && !of.transposed.defined();
-    if (!of.activation && (wanted[0] || transposes)) {
-      const int64_t N = dy.size(-1);
-      rooms.expect(N ? dy.numel() / N : 0, N, of.grad, transposes);
+    if (!of.maxima[i].defined() && (wanted[0] || transposes)) {
+      rooms.expect(dy.size(0), dy.size(1), grad, transposes);
     }
     if (wanted[0] && !of.scales[i].defined()) {
-      rooms.expect(of.weights[i].size(0), of.weights[i].size(1), of.weight, true);
+      rooms.expect(of.weights[i].size(0), of.weights[i].size(1), weight, true);
     }
   }
-  if (quantizes_rows) rooms.expect(of.z.size(0), of.z.size(1), of.input, true);
+  for (int64_t i = 0; input && wanted[0] && input->h.dim() == 2 && i < input->layers; ++i) {
+    rooms.expect(input->h.size(0), input->h.size(1) / input->layers, grad, true);
+  }
+  if (quantizes_rows) rooms.expect(of.z.size(0), of.z.size(1), rows, true);
 }
 
-// The gradients of the rows, of each weight and of each bias, if wanted.
-inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
+// The gradients of the rows, of each weight and of each bias, if wanted. Where the rows are an activation
+// whose input is given, that of the input is `before`, and there is none of the rows.
+inline Tensors layer_gradients(
+    const Differentiated& of, const std::vector<bool>& wanted,
+    const ActivationInput* input = nullptr, BeforeActivation* before = nullptr) {
+  const auto& [grad, by, of_rows, has_fp8_wgrad, are_kept] = of.how;
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
   auto transposed = of.transposed;
-  BeforeActivation before;
   Rooms rooms;
-  expect(rooms, of, wanted);
+  expect(rooms, of, wanted, input);
   for (size_t i = 0; i < count; ++i) {
-    const auto& given = of.dys[of.activation ? 0 : i];
-    if (!given.defined()) continue;
-    const auto sizes = given.sizes();
-    require_kernels(given.dtype() == BFLOAT16 && sizes.size() && given.numel());
-    auto dy = readable(given).rows();
-    Tensor maxima;
-    if (of.activation) {
-      if (!i) {
-        before = before_activation(
-            dy, of.h, of.activation, of.grad, wanted[0], static_cast<int64_t>(count),
-            eight_bits_of(dy));
-      }
-      dy = part_of(before.dh, i, static_cast<int64_t>(count));
-      // Scales of blocks need no maxima of rows or of the whole matrix.
-      if (!of.grad.by_block()) maxima = part_of(before.maxima, i, before.maxima.size(0));
-    }
+    const auto& dy = of.dys[i];
+    if (!dy.defined()) continue;
     const Tensor& rows = transposed.defined() ? transposed.q : of.z;
     require_kernels(is_beside(dy, rows));
     require_kernels(
         transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
     const auto& kernels = eight_bits_of(dy);
-    const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
+    const bool transposes = wanted[1 + i] && has_fp8_wgrad;
     Quantized q;
     if (wanted[0] || transposes) {
-      q = quantized(dy, of.grad, wanted[0], transposes, kernels, rooms, maxima);
+      q = quantized(dy, grad, wanted[0], transposes, kernels, rooms, of.maxima[i]);
     }
     if (wanted[0]) {
-      const auto weight =
-          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels, rooms)
-              .transposed;
-      const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
-      if (!found[0].defined()) {
-        found[0] = part;
+      const Layer layer{
+          weight_of(of.weights[i], of.scales[i], dy, by, false, true, kernels, rooms).transposed, {}};
+      if (input) {
+        *before =
+            product_before_activation(q.plain, layer, *input, grad, are_kept, kernels, rooms);
       } else {
-        add(found[0], part, kernels_for(part, false).passes);
+        const auto part = product(q.plain, layer, of.sizes, are_kept, kernels);
+        if (!found[0].defined()) {
+          found[0] = part;
+        } else {
+          add(found[0], part, kernels_for(part, false).passes);
+        }
       }
     }
     if (transposes) {
       if (!transposed.defined()) {
-        transposed = quantized(of.z, of.input, false, true, kernels, rooms).transposed;
+        transposed = quantized(of.z, of_rows, false, true, kernels, rooms).transposed;
       }
       const auto& columns = q.transposed;
       found[1 + i] = product(columns, {transposed, {}}, columns.q.sizes(), false, kernels);
@@ -180,26 +217,31 @@ inline Handles fp8_layers_backward(
     std::string grad_scaling, bool is_e5m2, std::string weight_scaling, std::string scaling,
     bool power_of_two, bool has_fp8_wgrad, std::vector<int64_t> wanted, bool are_kept) {
   const auto run = [&] {
-    const auto rows = dense(tensor_of(z));
-    const Scaled transposed{z_scale ? rows : Tensor(), tensor_of(z_scale)};
-    require_kernels(rows.dim() && rows.numel());
-    require_kernels(
-        transposed.defined() ? rows.dim() == 2 && has_fp8_wgrad : rows.dtype() == BFLOAT16);
-    const OnDevice on_device(rows);
-    Differentiated of{
-        {}, {}, {}, rows.rows(), transposed, tensor_of(h), number_of(activation),
-        Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
-        Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
-        has_fp8_wgrad, are_kept};
-    for (const auto& dy : grad_outputs) of.dys.push_back(tensor_of(dy));
-    require_kernels(of.dys.size() == (of.activation ? 1 : weights.size()));
-    for (size_t i = 0; i < weights.size(); ++i) {
-      of.weights.push_back(tensor_of(weights[i]));
-      of.scales.push_back(tensor_of(weight_scales.at(i)));
-    }
-    std::vector<bool> flags(1 + 2 * weights.size());
+    const OnDevice on_device(tensor_of(z));
+    const Cast grad(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two);
+    auto of = differentiated(
+        z, z_scale, weights, weight_scales,
+        {grad, Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
+         has_fp8_wgrad, are_kept});
+    const size_t count = weights.size();
+    std::vector<bool> flags(1 + 2 * count);
     for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
     if (flags[0]) require_weights(weights, weight_scales);
+    Tensors dys;
+    for (const auto& dy : grad_outputs) dys.push_back(tensor_of(dy));
+    const int64_t number = number_of(activation);
+    require_kernels(dys.size() == (number ? 1 : count));
+    for (const auto& dy : dys) {
+      if (dy.defined()) of.sizes = dy.sizes();
+      if (!number) of.dys.push_back(dy.defined() ? gradient_rows(dy) : dy);
+    }
+    if (number) {
+      const auto da = gradient_rows(dys[0]);
+      const ActivationInput input{
+          readable(tensor_of(h)), number, static_cast<int64_t>(count)};
+      const auto before = before_activation(da, input, grad, flags[0], eight_bits_of(da));
+      add_gradients(of, before, dys[0].sizes());
+    }
     const auto found = layer_gradients(of, flags);
     Handles all;
     for (const int64_t place : wanted) all.push_back(given_of(found[static_cast<size_t>(place)]));

@@ -241,6 +241,23 @@ inline Tensor product(
   return y;
 }
 
+// dh from the gradient of the layer after the activation, in 8 bits, and that layer's transposed weight.
+// Rows and columns have maxima, whichever are read later.
+inline BeforeActivation product_before_activation(
+    const Scaled& given, const Layer& given_layer, const ActivationInput& of, const Cast& cast,
+    bool is_kept, const EightBits& kernels, Rooms& rooms) {
+  const auto rows = rows_of(given);
+  const auto layer = layer_of(given_layer, rows.q);
+  require_kernels(!rows.of_blocks && !layer.weight.of_blocks && !cast.by_block());
+  auto call = product_call(rows, layer.outputs(), is_kept, kernels);
+  call.weight = address(layer.weight.q);
+  call.weight_scale = address(layer.weight.scale);
+  const auto found = add_gradient(call, of, call.N, rows.q, cast, true, rooms);
+  call.dh = address(found.dh);
+  launch(kernels.linear, call, rows.q);
+  return found;
+}
+
 // The products of the same rows with several layers, in one launch if possible.
 inline Tensors products(
     const Scaled& given, const std::vector<Layer>& given_layers, Sizes sizes, bool are_kept,

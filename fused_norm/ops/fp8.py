@@ -19,10 +19,11 @@ from fused_norm.ops.fp8_inference import inference, is_gate_of_two
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.normed_linears import NormedLinears, is_normed
+from fused_norm.ops.normed_mlp import is_mlp, normed_mlp
 from fused_norm.ops.operands import fits
 from fused_norm.ops.registration import is_compiling, is_exporting
 from fused_norm.ops.rounding import RoundedToOdd
-from fused_norm.ops.scaled_linears import ScaledLinears, linears
+from fused_norm.ops.scaled_linears import ScaledLinears, is_like_product, linears
 from fused_norm.recipes import Recipe
 
 _NOT_INVARIANT = "batch_invariant() has no FP8 products"
@@ -65,11 +66,7 @@ def call(
     of_recipe = (recipe, power_of_two)
     # An activation and its maxima, which the layer that multiplies it quantizes it by.
     left: list[Tensor] = []
-
-    def activated_once(products: Sequence[Tensor], leaves: bool) -> list[Tensor]:
-        if leaves:
-            left.extend(products)
-        return [*products[:1]]
+    norm = (t.gamma, t.beta, (spec.normalization, spec.eps, spec.weight_offset))
 
     def normed_layers(
         x: Tensor,
@@ -80,13 +77,13 @@ def call(
     ) -> list[Tensor]:
         pairs = zip(weights, biases, strict=True)
         bs = [_as_in_linear(x, w, b, None, power_of_two)[1] for w, b in pairs]
-        norm = (t.gamma, t.beta, (spec.normalization, spec.eps, spec.weight_offset))
-        if not _is_one(activation, weights, biases, is_joined):
-            products = NormedLinears.apply(x, *norm, *of_recipe, "", False, *weights, *bs)
-            return after_products([*products], activation, is_joined)
-        leaves = leaves_maxima(x, recipe, t.out_weight)
-        last = (*of_recipe, activation, leaves)
-        return activated_once(NormedLinears.apply(x, *norm, *last, *weights, *bs), leaves)
+        if has_mlp:
+            leaves = leaves_maxima(x, recipe, t.out_weight)
+            return [normed_mlp(spec, t, x, bs, *of_recipe, leaves)]
+        if _is_one(activation, weights, biases, is_joined):
+            return [*NormedLinears.apply(x, *norm, *of_recipe, activation, *weights, *bs)]
+        products = NormedLinears.apply(x, *norm, *of_recipe, "", *weights, *bs)
+        return after_products([*products], activation, is_joined)
 
     def layers(
         z: Tensor,
@@ -102,15 +99,22 @@ def call(
             leaves = leaves_maxima(z, recipe, t.out_weight)
             last = (*of_recipe, activation)
             products = _multiplied(z, weights, biases, *last, leaves_maxima=leaves)
-            return activated_once(products, leaves)
+            if leaves:
+                left.extend(products)
+            return products[:1]
         maxima = left[1] if left and z is left[0] else None
         products = _multiplied(z, weights, biases, *of_recipe, residual=residual, maxima=maxima)
         return after_products(products, activation, is_joined)
 
     is_plain = not is_cast and not is_exporting() and not any(map(quantized.is_quantized, weights))
-    if is_plain and _is_recorded(t) and is_normed(spec, t, how):
-        return composition.compute(spec, t, layers, normed_layers)
-    return composition.compute(spec, t, layers)
+    if not (is_plain and _is_recorded(t) and is_normed(spec, t, how)):
+        return composition.compute(spec, t, layers)
+    has_mlp = _is_one(spec.activation, t.weights, t.biases, spec.is_joined) and is_mlp(spec, t)
+    if has_mlp:
+        # Of this, `compute` has the norm's input and results; the closure has the second layer.
+        before = t._replace(out_weight=None, out_bias=None, out_residual=None)
+        return composition.compute(spec, before, layers, normed_layers)
+    return composition.compute(spec, t, layers, normed_layers)
 
 
 def _is_one(
@@ -199,7 +203,7 @@ def _multiplied(
     ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
     are_quantized = any(quantized.is_quantized(w) for w in ws)
     added = None
-    if residual is not None and _is_like_product(residual, z, ws[0]):
+    if residual is not None and is_like_product(residual, z, ws[0]):
         follows = residual.requires_grad and torch.is_grad_enabled()
         # A quantized weight has no gradient, and neither has what its product adds.
         added = None if are_quantized and follows else residual
@@ -247,12 +251,6 @@ def adds_in_product(x: Tensor, recipe: str) -> bool:
     """
     how = recipes.find(recipe)
     return x.dtype is torch.bfloat16 and serves(x, how.input.scaling, how.weight.scaling)
-
-
-def _is_like_product(tensor: Tensor, z: Tensor, weight: Tensor) -> bool:
-    """Return whether a tensor has the shape, the dtype and the device of z W^T."""
-    shape = (*z.shape[:-1], weight.shape[0])
-    return tensor.shape == shape and tensor.dtype is weight.dtype and tensor.device == z.device
 
 
 def _as_in_linear(

@@ -12,15 +12,15 @@ from fused_norm import composition, recipes
 from fused_norm.composition import Operands, Spec
 from fused_norm.norms import NORMS
 from fused_norm.ops.eight_bits import serves
+from fused_norm.ops.norm_gradients import norm_gradients
 from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.scaled_linears import gradients_of_layers, kept_of_weights, layers_and_kept
 from fused_norm.ops.scaled_norm_rows import LONGEST, norm_rows
 from fused_norm.ops.validation import are_strided
 from fused_norm.recipes import Recipe
-from fused_norm.reference import widened
 
 # Where the weights are among the arguments of `NormedLinears`.
-_FIRST = 8
+_FIRST = 7
 
 
 class NormedLinears(torch.autograd.Function):
@@ -42,40 +42,78 @@ class NormedLinears(torch.autograd.Function):
         recipe: str,
         power_of_two: bool,
         activation: str,
-        leaves_maxima: bool,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
         """Return `[..., N]` for each of the weights, which are followed by as many biases."""
-        count, how = len(parameters) // 2, recipes.find(recipe)
-        weights, biases = parameters[:count], parameters[count:]
-        keeps_weights = any(ctx.needs_input_grad[:3]) and how.weight == how.weight_for_dgrad
-        q, scale, *rows = norm_rows(x, gamma, beta, *norm, how.input.scaling, power_of_two)
-        keeps = (bool(activation), False, keeps_weights)
-        ys, h, _, transposed = layers_and_kept(
-            *(q, weights, biases, how, power_of_two, activation, *keeps),
-            leaves_maxima=leaves_maxima,
-            z_scale=scale,
-        )
-        mean = rows[3] if NORMS[norm[0]].has_mean else None
-        of_layers = (*rows[:2], *(h or (None,)), *kept_of_weights(weights, transposed))
-        ctx.save_for_backward(x, gamma, beta, rows[2], mean, *of_layers)
+        count = len(parameters) // 2
+        layers = (parameters[:count], parameters[count:], activation)
+        how = (recipes.find(recipe), power_of_two)
+        trains_rows = any(ctx.needs_input_grad[:3])
+        ys, kept = normed_and_kept((x, gamma, beta), norm, layers, *how, trains_rows)
+        ctx.save_for_backward(*kept)
         ctx.kind = norm, recipe, power_of_two, activation, count
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
-        if leaves_maxima:
-            ctx.mark_non_differentiable(ys[-1])
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of x, gamma, beta, the weights and the biases."""
-        saved, (*_, activation, count) = ctx.saved_tensors, ctx.kind
-        dys = dys[: 1 if activation else count]
+        saved = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx.kind, ctx.needs_input_grad, saved, dys)
-        if torch.is_grad_enabled() and not is_compiling():
-            found = _Underivable.apply(len(found), *found, *saved, *dys)
+        found = underivable(found, *saved, *dys)
         return *found[:3], *[None] * (_FIRST - 3), *found[3:]
+
+
+def normed_and_kept(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
+    norm: tuple[str, float, float],
+    layers: tuple[Sequence[Tensor], Sequence[Tensor | None], str],
+    recipe: Recipe,
+    power_of_two: bool,
+    trains_rows: bool,
+    leaves_maxima: bool = False,
+) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    """Return the results of layers on a norm, then what a backward of both needs.
+
+    Args:
+        rows: x, gamma and beta.
+        norm: Its name, eps and what is added to gamma.
+        layers: The weights, the biases, and the activation of the results or `""`.
+        recipe: The FP8 recipe.
+        power_of_two: Whether scales are rounded up to powers of two.
+        trains_rows: Whether x, gamma or beta has a gradient.
+        leaves_maxima: Whether those of the activation are wanted, as the last result.
+
+    Returns:
+        The results; and x, gamma, beta, rstd, the mean, the normalized rows and their scales, the
+        activation's input, and what `kept_of_weights` returns.
+    """
+    weights, biases, activation = layers
+    q, scale, *found = norm_rows(*rows, *norm, recipe.input.scaling, power_of_two)
+    keeps_weights = trains_rows and recipe.weight == recipe.weight_for_dgrad
+    ys, h, _, transposed = layers_and_kept(
+        *(q, weights, biases, recipe, power_of_two, activation),
+        *(bool(activation), False, keeps_weights),
+        leaves_maxima=leaves_maxima,
+        z_scale=scale,
+    )
+    mean = found[3] if NORMS[norm[0]].has_mean else None
+    of_layers = (*found[:2], *(h or (None,)), *kept_of_weights(weights, transposed))
+    return ys, (*rows, found[2], mean, *of_layers)
+
+
+def underivable(found: list[Tensor | None], *of: Tensor | None) -> list[Tensor | None]:
+    """Return gradients that raise an error where they are differentiated.
+
+    Args:
+        found: The gradients.
+        of: What they depend on.
+    """
+    if not torch.is_grad_enabled() or is_compiling():
+        return found
+    return [*_Underivable.apply(len(found), *found, *of)]
 
 
 class _Underivable(torch.autograd.Function):
@@ -100,69 +138,40 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of x, gamma, beta, the weights and the biases."""
     norm, recipe, power_of_two, activation, count = kind
-    x, gamma, beta, rstd, mean, z, z_scale, h, *weights = saved
+    z, z_scale, h, *weights = saved[5:]
     has_dy = [dys[0 if activation else i] is not None for i in range(count)]
-    found: list[Tensor | None] = [None] * (3 + 2 * count)
     wanted = [0] if any(needed[:3]) and any(has_dy) else []
     wanted += [1 + i for i in range(2 * count) if needed[_FIRST + i] and has_dy[i % count]]
-    if not wanted:
-        return found
-    by = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
-    rows = (z, z_scale, h, activation)
-    for place, gradient in zip(wanted, gradients_of_layers(rows, dys, *by, wanted), strict=True):
-        if place:
-            found[2 + place] = gradient
-        else:
-            t = Operands(x, None, gamma, beta)
-            found[:3] = _norm_gradients(gradient, t, norm, mean, rstd, needed[:3])
-    return found
+    gradients: list[Tensor] = []
+    if wanted:
+        by = (weights[:count], weights[count : 2 * count], recipes.find(recipe), power_of_two)
+        gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
+    pairs = dict(zip(wanted, gradients, strict=True))
+    return with_norm(pairs, 2 * count, saved, norm, needed[:3])
 
 
-def _norm_gradients(
-    dz: Tensor,
-    t: Operands,
+def with_norm(
+    gradients: dict[int, Tensor],
+    count: int,
+    saved: Sequence[Any],
     norm: tuple[str, float, float],
-    mean: Tensor | None,
-    rstd: Any,
-    wanted: Sequence[bool],
-) -> Sequence[Tensor | None]:
-    """Return the gradients of x, gamma and beta, as PyTorch's norm has them."""
-    spec = Spec(norm[0], eps=norm[1], weight_offset=norm[2])
-    if t.x.is_cpu and not is_compiling():
-        return _by_autograd(dz, t, spec, wanted)
-    x, gamma, beta = t.x, t.gamma, t.beta
-    is_wide = not composition.is_rounded_once(spec, x, t)
-    if is_wide:
-        dz, x = widened(dz), widened(x)
-        gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
-    if gamma is not None and spec.weight_offset:
-        gamma = gamma + spec.weight_offset
-    features, aten = [x.shape[-1]], torch.ops.aten
-    has_gamma, has_beta = (wanted[i] and t[1 + i] is not None for i in (1, 2))
-    if mean is not None:
-        masks = [wanted[0], has_gamma, has_beta]
-        found = aten.native_layer_norm_backward(dz, x, features, mean, rstd, gamma, beta, masks)
-    else:
-        masks = [wanted[0], has_gamma]
-        found = aten._fused_rms_norm_backward(dz, x, features, rstd, gamma, masks)
-        found = (*found, dz.reshape(-1, features[0]).sum(0) if has_beta else None)
-    masks = [wanted[0], has_gamma, has_beta]
-    pairs = zip(found, masks, strict=True)
-    return [None if not has else v.to(t.x.dtype) for v, has in pairs]
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of x, gamma and beta, then those of parameters; None if not wanted.
 
-
-def _by_autograd(
-    dz: Tensor, t: Operands, spec: Spec, wanted: Sequence[bool]
-) -> Sequence[Tensor | None]:
-    """Return the same where PyTorch has no op for it: by the norm, computed again."""
-    with torch.enable_grad():
-        leaves: list[Any] = [
-            None if v is None else v.detach().requires_grad_(w)
-            for v, w in zip((t.x, t.gamma, t.beta), wanted, strict=True)
-        ]
-        z = composition.normalized(spec, leaves[0], Operands(leaves[0], None, *leaves[1:]))
-    found = iter(torch.autograd.grad(z, [v for v, w in zip(leaves, wanted, strict=True) if w], dz))
-    return [next(found) if w else None for w in wanted]
+    Args:
+        gradients: By place: 0 for the normalized rows, then those of the parameters.
+        count: How many parameters there are.
+        saved: What `normed_and_kept` returned.
+        norm: The norm's name, eps and what is added to gamma.
+        needed: Whether x, gamma and beta have a gradient.
+    """
+    of_norm: Sequence[Tensor | None] = [None] * 3
+    if 0 in gradients:
+        x, gamma, beta, rstd, mean = saved[:5]
+        t = Operands(x, None, gamma, beta)
+        of_norm = norm_gradients(gradients[0], t, norm, mean, rstd, needed)
+    return [*of_norm, *(gradients.get(1 + i) for i in range(count))]
 
 
 def is_normed(spec: Spec, t: Operands, recipe: Recipe) -> bool:

@@ -210,7 +210,7 @@ def _layers_backward(
     count = len(weights)
     if h is not None:
         dys = _before_activation(h, activation, dys[0], count)
-    K = _features(z, z_scale)
+    K = features(z, z_scale)
     x: Any = None if z_scale is not None else z.reshape(-1, K)
     transposed: Any = None if z_scale is None else (z, z_scale)
     found: dict[int, Tensor] = {}
@@ -261,11 +261,12 @@ def _before_activation(
     return [part.reshape(*da.shape[:-1], part.shape[-1]) for part in dh.chunk(count, -1)]
 
 
-def _features(z: Tensor, z_scale: Tensor | None) -> Any:
+def features(z: Tensor, z_scale: Tensor | None) -> Any:
+    """Return the size of a row of z, or of what it is the transpose of, if it has scales."""
     return z.shape[-1] if z_scale is None else z.shape[0]
 
 
-def _fake_layers_backward(
+def fake_layers_backward(
     z: Tensor,
     z_scale: Tensor | None,
     h: Tensor | None,
@@ -274,7 +275,8 @@ def _fake_layers_backward(
     weights: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    K, count, found = _features(z, z_scale), len(weights), list[Tensor]()
+    """Return fake results of `layers_backward`, from its arguments."""
+    K, count, found = features(z, z_scale), len(weights), list[Tensor]()
     first, sizes = next(dy for dy in dys if dy is not None), _outputs(h, dys, count)
     for place in rest[-2]:
         N = sizes[(place - 1) % count]
@@ -303,13 +305,14 @@ layers_backward = define(
     "Tensor?[] grad_outputs, Tensor[] weights, Tensor?[] weight_scales, str grad_scaling, "
     "bool is_e5m2, str weight_scaling, str scaling, bool power_of_two, "
     "bool has_fp8_wgrad, int[] wanted, bool are_kept) -> Tensor[]",
-    _fake_layers_backward,
+    fake_layers_backward,
     unseen(_layers_backward),
 )
 
 
-def _backward_flops(z: Tensor, z_scale: Any, h: Any, _: str, dys: Any, *rest: Any) -> int:
-    K, weights, wanted = _features(z, z_scale), rest[0], rest[-2]
+def backward_flops(z: Tensor, z_scale: Any, h: Any, _: str, dys: Any, *rest: Any) -> int:
+    """Return the operations of the products of `layers_backward`, from its arguments."""
+    K, weights, wanted = features(z, z_scale), rest[0], rest[-2]
     M = next(dy.numel() // dy.shape[-1] for dy in dys if dy is not None)
     sizes = enumerate(_outputs(h, dys, len(weights)))
     of_rows = [N * ((0 in wanted) + (1 + i in wanted)) for i, N in sizes if N is not None]
@@ -317,4 +320,4 @@ def _backward_flops(z: Tensor, z_scale: Any, h: Any, _: str, dys: Any, *rest: An
 
 
 count_flops("fp8_layers", lambda z, weights, *rest: 2 * z.numel() * sum(len(w) for w in weights))
-count_flops("fp8_layers_backward", _backward_flops)
+count_flops("fp8_layers_backward", backward_flops)

@@ -228,12 +228,19 @@ def gradients_of_layers(
             given, scales, are_kept = in_8_bits(
                 weights, scales, recipe.weight_for_dgrad.scaling, power_of_two, transposed=True
             )
-    how = (*_how(recipe), power_of_two, recipe.has_fp8_wgrad)
+    how = (*scalings_of_gradients(recipe), power_of_two, recipe.has_fp8_wgrad)
     found: list[Tensor] = layers_backward(*saved, [*dys], given, [*scales], *how, wanted, are_kept)
     return found
 
 
-def _how(recipe: Recipe) -> tuple[str, bool, str, str]:
+def scalings_of_gradients(recipe: Recipe) -> tuple[str, bool, str, str]:
+    """Return how ops of gradients quantize: gradients, whether to e5m2, weights and rows."""
     grad = recipe.grad
     weight, rows = recipe.weight_for_dgrad.scaling, recipe.input.scaling
     return grad.scaling, grad.dtype is E5M2, weight, rows
+
+
+def is_like_product(tensor: Tensor, z: Tensor, weight: Tensor) -> bool:
+    """Return whether a tensor has the shape, the dtype and the device of z W^T."""
+    shape = (*z.shape[:-1], weight.shape[0])
+    return tensor.shape == shape and tensor.dtype is weight.dtype and tensor.device == z.device

@@ -32,6 +32,8 @@ DTYPES = ("tests/models/test_dtypes.py", "-k", "mix and 3-eager or refuses")
 PROGRAMS = ("tests/ops/test_export.py", "-k", "trained")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "leave_their_maxima")
+MLP_IN_8_BITS = ("tests/ops/test_fp8_mlp.py", "-k", "test_op")
+MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
     "-k",
@@ -680,5 +682,21 @@ MUTATIONS = (
         "call.one_scale = !kept->cast.by_row();",
         "call.one_scale = 0;",
         KEPT_MAXIMA,
+    ),
+    Mutation(
+        "the gradient before a gate of two layers is written as that of one",
+        "cpu",
+        "fused_norm/chain/eight_bits.h",
+        "call.part_count = layers;",
+        "call.part_count = 1;",
+        MLP_IN_8_BITS,
+    ),
+    Mutation(
+        "a write to an MLP's second weight before its backward in FP8 is not noticed",
+        "cpu",
+        "fused_norm/ops/normed_mlp.py",
+        "kept_of_weights([out_weight], transposed))",
+        "kept_of_weights([out_weight], transposed)[:2])",
+        MLP_WRITTEN,
     ),
 )

@@ -20,7 +20,7 @@ from fused_norm.call.record import Call
 from fused_norm.chain import kernels
 from fused_norm.native import build
 from fused_norm.norms import NORMALIZATIONS, NORMS
-from fused_norm.ops import normed_linears
+from fused_norm.ops import fp8, normed_linears
 from fused_norm.ops.scaled_norm_rows import LONGEST
 from fused_norm.recipes import E4M3, Cast
 
@@ -248,12 +248,16 @@ def test_a_step(
     normalization: str, recipe: str, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients are as near to those of rows in bfloat16 as these are to each other."""
+    # With both layers as one function, the gradient between them is rounded once less.
+    monkeypatch.setattr(fp8, "is_mlp", lambda *_: False)
     for rows in (1000, 4096):
         found, names = step(normalization, recipe, rows, compiled)
         assert sum("norm_maxima" in name for name in names) == 1, names
         with monkeypatch.context() as patch:
             patch.setattr(normed_linears, "serves", lambda *_: False)
-            expected, names = step(normalization, recipe, rows, compiled)
+            # Not compiled: Inductor would normalize the sum before it is rounded to bfloat16, and
+            # many numbers of such rows are others in 8 bits.
+            expected, names = step(normalization, recipe, rows)
             assert not any("norm_maxima" in name for name in names)
         # y and the sum, then gradients: few numbers in 8 bits differ, by a rounding.
         for one, other in zip(found, expected, strict=True):

@@ -104,17 +104,29 @@ def maxima(call: Any) -> None:
     elif not call.activation:
         matrices = [at(call.x, BF16, call.M, call.K)]
     else:
-        name = name_of(call.activation)
-        halves = 2 if is_gate(name) else 1
-        h = at(call.h, BF16, call.M, halves * call.K)
-        dh = activation_gradient(name, at(call.da, BF16, call.M, call.K), h)
-        assert call.part_count in (1, halves)
-        matrices = [part.contiguous() for part in dh.chunk(call.part_count, 1)]
-        store(call.x, torch.cat([m.flatten() for m in matrices]))
+        da = at(call.da, BF16, call.M, call.K)
+        matrices = before_activation(call, da, call.x)
+    keep_all(call.workspace, matrices, is_one, of_rows)
+
+
+def before_activation(call: Any, da: Tensor, address: int) -> list[Tensor]:
+    """Write the gradient before an activation, and return that of each layer."""
+    name = name_of(call.activation)
+    halves = 2 if is_gate(name) else 1
+    h = at(call.h, BF16, call.M, halves * da.shape[1])
+    assert call.part_count in (1, halves)
+    parts = activation_gradient(name, da, h).chunk(call.part_count, 1)
+    matrices = [part.contiguous() for part in parts]
+    store(address, torch.cat([m.flatten() for m in matrices]))
+    return matrices
+
+
+def keep_all(address: int, matrices: list[Tensor], is_one: bool, of_rows: bool) -> None:
+    """Write the maxima of matrices, each set where kernels read four of it together."""
     found = [bits_of_maxima(m, is_one, of_rows) for m in matrices]
     pitch = len(found[0]) + -len(found[0]) % 4
     for i, each in enumerate(found):
-        keep(call.workspace + 4 * pitch * i, each)
+        keep(address + 4 * pitch * i, each)
 
 
 def keep(address: int, found: Tensor) -> None:
@@ -221,6 +233,12 @@ def block_linear(call: Any) -> None:
 def linear(call: Any) -> None:
     if call.block_scales:
         block_linear(call)
+        return
+    if call.dh:
+        assert not any((call.y, call.bias, call.up, call.residual, call.y_scale))
+        # Kernels round once less: this rounds as the pass does that they replace.
+        da = product(call, call.N, call.weight, call.weight_scale, 0).to(BF16)
+        keep_all(call.workspace, before_activation(call, da, call.dh), bool(call.one_scale), True)
         return
     h = product(call, call.N, call.weight, call.weight_scale, call.bias)
     if call.up:
