@@ -236,7 +236,7 @@ def test_function_on_hopper() -> None:
     """One product in inference, PyTorch's ops where a backward follows."""
     x, weight, bias, residual, gate = (
         torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for s in ((32, 256, 1152), (1152, 1152), (1152,), (32, 256, 1152), (32, 1, 1152))
+        for s in ((32, 1024, 1152), (1152, 1152), (1152,), (32, 1024, 1152), (32, 1, 1152))
     )
     call = (x, weight, bias, residual, gate)
     found = []

@@ -143,7 +143,6 @@ def store_gradients[
                 up = up.insert[offset=at](
                     h_rows.sixteen[dtype, half, box, 1, group]()
                 )
-        h_rows.release[half, box]()
         comptime if parts == 1:
             up = h
         var made = rows.epilogue.differentiated[_ALL](da, h, up)
@@ -170,6 +169,8 @@ def store_gradients[
                 kept.compare[0, group](dh, counts)
                 comptime if parts == 2:
                     kept.compare[1, group](dup, counts)
+        # Not before results are stored: until then, loads from the boxes may be on their way.
+        h_rows.release[half, box]()
         comptime if E.keeps_maxima:
             kept.keep_columns(column)
         comptime if E.may_store_a:
