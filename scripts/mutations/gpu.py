@@ -26,6 +26,7 @@ LEFT_GATES = ("tests/chain/test_linear_gated_add.py", "-k", "what_the_product_le
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
+OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -64,6 +65,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     GATED_BITS: (_EIGHT_BITS,),
     STORED: (_EIGHT_BITS,),
     KEPT_MAXIMA: (_EIGHT_BITS,),
+    OF_GRADIENTS: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -348,5 +350,21 @@ MUTATIONS = (
         "comptime distance = UInt32(16 >> level)",
         "comptime distance = UInt32(8 >> level)",
         KEPT_MAXIMA,
+    ),
+    Mutation(
+        "maxima of a gradient count columns past the last one, which hold what a gate multiplies",
+        "gpu",
+        f"{GEMM_SM90}/store_gradients.mojo",
+        "var counts = column + UInt32(group * 8) < n",
+        "var counts = column < 2 * n",
+        OF_GRADIENTS,
+    ),
+    Mutation(
+        "gradients of two layers in 8 bits share their maxima",
+        "gpu",
+        "op/norm_linear/sm90/scaled_linear.mojo",
+        "second_kept = call.workspace + 16 * ceildiv(count, 4)",
+        "second_kept = call.workspace + 16 * ceildiv(0, count)",
+        OF_GRADIENTS,
     ),
 )
