@@ -147,7 +147,9 @@ def test_batch_invariance(device: str) -> None:
     with fn.batch_invariant():
         total = ours(*tensors)
         first = ours(tensors[0][:1], *tensors[1:3], tensors[3][:1], tensors[4][:1])
-    torch.testing.assert_close(total, plain(*tensors))
+    # Rounded at other places, in 16 bits.
+    near = {} if device == "cpu" else {"rtol": 1.6e-2, "atol": 8e-3}
+    torch.testing.assert_close(total, plain(*tensors), **near)
     assert torch.equal(total[:1], first)
 
 
