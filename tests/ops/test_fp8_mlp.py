@@ -387,6 +387,21 @@ def test_op(recipe: str, activation: str, is_pair: bool, in_8_bits: bool, tmp_pa
                 assert torch.equal(one, other), place
 
 
+def test_a_gradient_without_its_values_in_memory(tmp_path: Path) -> None:
+    given = list(arguments("swiglu", False, "rowwise", all_places(False), True))
+    place = 10
+    dy = given[place]
+    assert dy.shape == (2, M // 2, K2)
+    negative = [*given[:place], -dy, *given[place + 1 :]]
+    with running(tmp_path) as ran:
+        expected = OPS.fp8_mlp_backward(*negative)
+        given[place] = torch._neg_view(dy)
+        assert_same(OPS.fp8_mlp_backward(*given), expected)
+        given[place] = torch._efficientzerotensor(dy.shape, dtype=dy.dtype)
+        assert not any(v.any() for v in OPS.fp8_mlp_backward(*given))
+    assert "linear" in [name for name, _ in ran]
+
+
 def test_operations_are_counted(serve: Serve) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
