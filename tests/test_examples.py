@@ -98,5 +98,13 @@ def test_example_runs(name: str) -> None:
         assert "cuda: SKIPPED, PyTorch sees no GPU" in done.stdout
 
 
+def test_fp8_example_stays_near_to_bfloat16() -> None:
+    command = [sys.executable, str(EXAMPLES / "llama_fp8.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FP8 rowwise" in done.stdout
+    assert "step 5: loss" in done.stdout
+
+
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
