@@ -199,8 +199,7 @@ inline Tensors layer_gradients(
       if (!transposed.defined()) {
         transposed = quantized(of.z, of_rows, false, true, kernels, rooms).transposed;
       }
-      const auto& columns = q.transposed;
-      found[1 + i] = product(columns, {transposed, {}}, columns.q.sizes(), false, kernels);
+      found[1 + i] = weight_gradient(q.transposed, transposed, kernels);
     } else if (wanted[1 + i]) {
       found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);
       mm(found[1 + i], dy.transposed(), of.z);

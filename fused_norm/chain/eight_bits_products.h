@@ -241,6 +241,20 @@ inline Tensor product(
   return y;
 }
 
+// The gradient of a weight, of the columns of a gradient and of the rows that the weight multiplied, both
+// transposed, with scales of their rows. As long as there are rows, so it is added up in float32.
+inline Tensor weight_gradient(
+    const Scaled& columns, const Scaled& transposed, const EightBits& kernels) {
+  const auto rows = rows_of(columns);
+  require_kernels(!rows.of_blocks);
+  auto call = product_call(rows, 0, false, kernels);
+  const auto layers = add_layers(call, rows, {transposed, {}}, {}, 0);
+  const auto dweight = empty(Shape{call.M, layers.N}, rows.q, BFLOAT16);
+  call.dweight = address(dweight);
+  launch(kernels.linear, call, dweight);
+  return dweight;
+}
+
 // dh from the gradient of the layer after the activation, in 8 bits, and that layer's transposed weight.
 // Rows and columns have maxima, whichever are read later.
 inline BeforeActivation product_before_activation(

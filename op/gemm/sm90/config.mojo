@@ -59,6 +59,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     its rows start at multiples of 16 bytes, and TMA does."""
     var loads_h: Bool
     """Whether warps load boxes of a tensor of c's shape: the input h of an activation, or what is added last."""
+    var promotes: Bool
+    """Whether sums of operands of 8 bits are added up in float32, as tensor cores keep some 14 bits of theirs."""
 
     @staticmethod
     def of(
@@ -73,6 +75,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         parts: Int = WHOLE,
         any_columns: Bool = False,
         loads_h: Bool = False,
+        promotes: Bool = False,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -92,6 +95,8 @@ struct Config(Equatable, TrivialRegisterPassable):
             parts: How several matrices make the product.
             any_columns: Whether c has any number of columns.
             loads_h: Whether warps load boxes of h, or of what is added.
+            promotes: Whether sums of operands of 8 bits are added up in float32; only where consumers share a
+                tile, of up to 192 columns.
 
         Returns:
             The choices.
@@ -109,6 +114,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             parts=parts,
             any_columns=any_columns,
             loads_h=loads_h,
+            promotes=promotes,
         )
         choices.stages = (
             _SHARED_BYTES - _BARRIER_BYTES - choices.shared_bytes()
@@ -121,8 +127,8 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Layout of a and b, rows and columns of a tile, whether rows of a are
             summed, whether tiles are split, whether c is added to, whether
-            consumers alternate, how several matrices make the product, and
-            whether c has any number of columns.
+            consumers alternate, how several matrices make the product, whether c has any number of columns, and
+            whether sums are added up in float32.
         """
         return String(
             "t" if self.a_transposed else "n",
@@ -140,6 +146,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_halves" if self.parts == HALVES else "",
             "_in_turn" if self.parts == IN_TURN else "",
             "_any" if self.any_columns else "",
+            "_promoted" if self.promotes else "",
         )
 
     @always_inline

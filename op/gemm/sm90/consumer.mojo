@@ -230,6 +230,11 @@ def consume[
                     )
                 elif adds_from_ring:
                     addend = multiplier.addend(at)
+            elif config.promotes:
+                accumulator = multiplier.promoted(at, blocks)
+                comptime if E.has_row_terms:
+                    pdl_wait()
+                    terms.load(product, row + (lane >> 2))
             else:
                 accumulator = multiplier.start[False](
                     at, previous, gathered, progress, blocks, not is_first

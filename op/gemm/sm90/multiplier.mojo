@@ -32,6 +32,9 @@ from .wgmma import (
 
 # After this many k blocks, the stores of the previous tile are complete.
 comptime _STORED = 4
+# After this many k blocks, tensor cores start with sums of nothing where they are added up in float32: what they lose of
+# 512 products is below what operands of 8 bits lose by far (docs/hopper-log.md, "Sums of gradients").
+comptime _PROMOTED = UInt32(4)
 # The first of the block's barriers at which alternating consumers wait for each other; those
 # before are for the threads of each consumer.
 comptime _PING_PONG = Int32(3)
@@ -243,4 +246,52 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             sums = add_scaled[registers](sums, sums_of_block, scales)
             scales = next
             at.advance[Self.config.stages]()
+        return sums
+
+    @always_inline
+    def promoted(
+        self, mut at: RingPlace, blocks: UInt32
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
+        """Multiplies a tile, the sums of a few k blocks at a time added up in float32; nothing runs on on return.
+
+        While this warpgroup adds, the other one multiplies."""
+        comptime columns = Self.config.columns
+        comptime registers = columns // 2 * Self.config.halves()
+        comptime a_step = UInt32(Self.config.a_bytes() // 16)
+        comptime b_step = UInt32(Self.config.b_bytes() // 16)
+        comptime assert not Self.config.ping_pong and not Self.adds
+        var sums = no_sums[registers]()
+        var first = UInt32(0)
+        while first < blocks:
+            mbarrier_wait(self.shared.full(at.slot), at.parity)
+            var few = multiply_first[
+                Self.dtype,
+                columns,
+                Self.config.halves(),
+                Self.config.a_transposed,
+                Self.config.b_transposed,
+            ](self.a_tiles + at.slot * a_step, self.b_tiles + at.slot * b_step)
+            var previous = at.slot
+            at.advance[Self.config.stages]()
+            for _ in range(first + 1, min(first + _PROMOTED, blocks)):
+                mbarrier_wait(self.shared.full(at.slot), at.parity)
+                few = multiply_next[
+                    Self.dtype,
+                    columns,
+                    Self.config.halves(),
+                    Self.config.a_transposed,
+                    Self.config.b_transposed,
+                ](
+                    few,
+                    self.a_tiles + at.slot * a_step,
+                    self.b_tiles + at.slot * b_step,
+                )
+                wait_previous()
+                self.release[False](previous)
+                previous = at.slot
+                at.advance[Self.config.stages]()
+            few = wait_all[registers](few)
+            self.release[False](previous)
+            sums = add_scaled[registers](sums, few, BlockScales(1, 1))
+            first += _PROMOTED
         return sums

@@ -35,6 +35,8 @@ comptime ACTIVATED_SHAPES = [0, 4]
 """Which of them have activations in products without a fold: two of ping-pong."""
 comptime BLOCK_SCALED_SHAPES = [1, 2]
 """Which of them scale the sums of blocks of 128 of K: consumers share each tile, whose columns are of one block."""
+comptime PROMOTED_COLUMNS = [64, 128, 192]
+"""Columns of tiles whose sums are added up in float32: consumers share each, and have twice the registers of its sums."""
 comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -252,6 +254,37 @@ def block_scaled_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
             best.percent = percent_used(
                 config, m, n, processors // config.cluster
             )
+    return best
+
+
+def promoted_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
+    """Chooses the shape of a product whose sums are added up in float32.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums, in elements of 8 bits.
+        processors: SMs of the device.
+
+    Returns:
+        The shape that takes the fewest cycles.
+    """
+    var best = Tiling(0, False, 0)
+    var least = Int.MAX
+    comptime for columns in PROMOTED_COLUMNS:
+        # Of the shapes with these columns, consumers have as much to multiply.
+        comptime for i in range(len(SHAPES)):
+            comptime shape = SHAPES[i]
+            comptime if shape.columns == columns:
+                comptime own = Shape(columns, False, shape.permille)
+                comptime config = Config.of(columns)
+                var cycles = _cycles[own](m, n, k // 2, processors)
+                if cycles < least:
+                    least = cycles
+                    best.columns = columns
+                    best.percent = percent_used(
+                        config, m, n, processors // config.cluster
+                    )
     return best
 
 

@@ -5,6 +5,7 @@
     y = act(that) in e4m3, or act(gate) up in e4m3, with one scale that is given
     dh = that of da = row_scale column_scale (rows weight^T), rows of gradients, through the activation; h is loaded
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
+    dweight = row_scale column_scale (columns rows^T), of the columns of gradients, with sums in float32
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
@@ -22,12 +23,18 @@ from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
 from ...gemm.scaled_gradient import ScaledGradient
 from ...gemm.sm90.activated import launch_activated, launch_with_h
+from ...gemm.sm90.config import Config
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.launch_matrix import BAND, launch_matrix, launch_parts
 from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import Tiling, is_for_few_rows
+from ...gemm.sm90.tiling import (
+    PROMOTED_COLUMNS,
+    Tiling,
+    is_for_few_rows,
+    promoted_tiling,
+)
 from ...rows.types import E5M2
 from ..plan import FUSED
 from .fold import products
@@ -49,6 +56,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             `run_maxima`, or the one of all with one_scale. With an address of dh, z is of gradients of the activation's
             result, which is smooth, and h is read: dh [M, N], of a gate [M, 2N], is written, and its maxima to the
             workspace; or of two layers, which part_count says, two matrices [M, N] one after the other, and two maxima.
+            With an address of dweight [M, N], in the place of y, z is of columns of gradients, and the weight of columns
+            of the rows that were multiplied.
 
     Raises:
         If the driver refuses.
@@ -58,6 +67,11 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             _launch_gradients[DType.float8_e5m2](gpu, call)
         else:
             _launch_gradients[DType.float8_e4m3fn](gpu, call)
+    elif call.dweight != 0:
+        if call.eight_bits == Int(E5M2):
+            _launch_promoted[DType.float8_e5m2](gpu, call)
+        else:
+            _launch_promoted[DType.float8_e4m3fn](gpu, call)
     elif call.eight_bits == Int(E5M2):
         _launch_product[DType.float8_e5m2](gpu, call, _scaled(call))
     elif call.activation != 0:
@@ -175,6 +189,18 @@ def _launch_product[
         b_is_older=call.strategy == FUSED,
         a_is_new=True,
     )
+
+
+def _launch_promoted[dtype: DType](gpu: Gpu, call: Call) raises:
+    var tiling = promoted_tiling(call.M, call.N, call.K, gpu.processors)
+    var product = Product(call.M, call.N, call.K, _scaled(call), NoHook())
+    product.band = BAND
+    product.a_is_new = 1
+    comptime for columns in PROMOTED_COLUMNS:
+        if tiling.columns == columns:
+            launch_matrix[dtype, Config.of(columns, promotes=True)](
+                gpu, call.dweight, call.z, call.weight, product
+            )
 
 
 def _launch_gradients[dtype: DType](gpu: Gpu, call: Call) raises:
