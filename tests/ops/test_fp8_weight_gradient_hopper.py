@@ -22,7 +22,7 @@ from fused_norm.recipes import E4M3, E5M2, Cast
 pytestmark = on_hopper
 BF16 = torch.bfloat16
 # Of one tile and of many, ragged; sums that fill no slot, not all that is added up at once, and
-# many times that. The last ones are in tiles of 64, 128 and 192 columns on 132 SMs.
+# many times that. The last ones are in tiles of 64, 128 and 208 columns on 132 SMs.
 SHAPES = [(16, 16, 16), (144, 1040, 48), (272, 208, 512), (48, 4112, 528), (1040, 144, 16448)]
 SHAPES += [(1024, 1024, 2064), (4096, 1024, 8192), (4096, 4608, 1040)]
 
@@ -67,7 +67,7 @@ def test_sums(shape: tuple[int, int, int], dtype: Any) -> None:
     found, expected = computed(columns, rows), exact(columns, rows)
     # What bfloat16 loses of the result.
     error = (found.double() - expected).abs()
-    assert (error <= 2**-8 * expected.abs() + 2**-12 * expected.abs().amax(1, keepdim=True)).all()
+    assert (error <= 2**-7 * expected.abs()).all(), (error / expected).max()
     assert decibels(expected, found.double()) > 54
     assert torch.equal(found, computed(columns, rows))
 

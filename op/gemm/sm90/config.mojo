@@ -96,7 +96,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             any_columns: Whether c has any number of columns.
             loads_h: Whether warps load boxes of h, or of what is added.
             promotes: Whether sums of operands of 8 bits are added up in float32; only where consumers share a
-                tile, of up to 192 columns.
+                tile, of up to 208 columns.
 
         Returns:
             The choices.

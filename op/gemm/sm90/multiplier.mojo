@@ -33,8 +33,8 @@ from .wgmma import (
 # After this many k blocks, the stores of the previous tile are complete.
 comptime _STORED = 4
 # After this many k blocks, tensor cores start with sums of nothing where they are added up in float32: what they lose of
-# 512 products is below what operands of 8 bits lose by far (docs/hopper-log.md, "Sums of gradients").
-comptime _PROMOTED = UInt32(4)
+# 1024 products is far below what operands of 8 bits lose (docs/hopper-log.md, "Sums of gradients").
+comptime _PROMOTED = UInt32(8)
 # The first of the block's barriers at which alternating consumers wait for each other; those
 # before are for the threads of each consumer.
 comptime _PING_PONG = Int32(3)
@@ -254,7 +254,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
     ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
         """Multiplies a tile, the sums of a few k blocks at a time added up in float32; nothing runs on on return.
 
-        While this warpgroup adds, the other one multiplies."""
+        While this warpgroup adds, the other one multiplies: it adds half as many k blocks later."""
         comptime columns = Self.config.columns
         comptime registers = columns // 2 * Self.config.halves()
         comptime a_step = UInt32(Self.config.a_bytes() // 16)
@@ -262,6 +262,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         comptime assert not Self.config.ping_pong and not Self.adds
         var sums = no_sums[registers]()
         var first = UInt32(0)
+        var end = _PROMOTED // (1 + self.consumer)
         while first < blocks:
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             var few = multiply_first[
@@ -273,7 +274,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             ](self.a_tiles + at.slot * a_step, self.b_tiles + at.slot * b_step)
             var previous = at.slot
             at.advance[Self.config.stages]()
-            for _ in range(first + 1, min(first + _PROMOTED, blocks)):
+            for _ in range(first + 1, min(end, blocks)):
                 mbarrier_wait(self.shared.full(at.slot), at.parity)
                 few = multiply_next[
                     Self.dtype,
@@ -293,5 +294,6 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             few = wait_all[registers](few)
             self.release[False](previous)
             sums = add_scaled[registers](sums, few, BlockScales(1, 1))
-            first += _PROMOTED
+            first = end
+            end += _PROMOTED
         return sums

@@ -35,8 +35,12 @@ comptime ACTIVATED_SHAPES = [0, 4]
 """Which of them have activations in products without a fold: two of ping-pong."""
 comptime BLOCK_SCALED_SHAPES = [1, 2]
 """Which of them scale the sums of blocks of 128 of K: consumers share each tile, whose columns are of one block."""
-comptime PROMOTED_COLUMNS = [64, 128, 192]
-"""Columns of tiles whose sums are added up in float32: consumers share each, and have twice the registers of its sums."""
+comptime PROMOTED_SHAPES = [
+    Shape(64, False, 2000),
+    Shape(128, False, 1240),
+    Shape(208, False, 1080),
+]
+"""Shapes whose sums are added up in float32: consumers share each tile, and have twice the registers of its sums."""
 comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -271,20 +275,15 @@ def promoted_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
     """
     var best = Tiling(0, False, 0)
     var least = Int.MAX
-    comptime for columns in PROMOTED_COLUMNS:
-        # Of the shapes with these columns, consumers have as much to multiply.
-        comptime for i in range(len(SHAPES)):
-            comptime shape = SHAPES[i]
-            comptime if shape.columns == columns:
-                comptime own = Shape(columns, False, shape.permille)
-                comptime config = Config.of(columns)
-                var cycles = _cycles[own](m, n, k // 2, processors)
-                if cycles < least:
-                    least = cycles
-                    best.columns = columns
-                    best.percent = percent_used(
-                        config, m, n, processors // config.cluster
-                    )
+    comptime for shape in PROMOTED_SHAPES:
+        comptime config = Config.of(shape.columns)
+        var cycles = _cycles[shape](m, n, k // 2, processors)
+        if cycles < least:
+            least = cycles
+            best.columns = shape.columns
+            best.percent = percent_used(
+                config, m, n, processors // config.cluster
+            )
     return best
 
 

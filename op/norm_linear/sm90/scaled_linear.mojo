@@ -30,7 +30,7 @@ from ...gemm.sm90.launch_matrix import BAND, launch_matrix, launch_parts
 from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import (
-    PROMOTED_COLUMNS,
+    PROMOTED_SHAPES,
     Tiling,
     is_for_few_rows,
     promoted_tiling,
@@ -196,9 +196,9 @@ def _launch_promoted[dtype: DType](gpu: Gpu, call: Call) raises:
     var product = Product(call.M, call.N, call.K, _scaled(call), NoHook())
     product.band = BAND
     product.a_is_new = 1
-    comptime for columns in PROMOTED_COLUMNS:
-        if tiling.columns == columns:
-            launch_matrix[dtype, Config.of(columns, promotes=True)](
+    comptime for shape in PROMOTED_SHAPES:
+        if tiling.columns == shape.columns:
+            launch_matrix[dtype, Config.of(shape.columns, promotes=True)](
                 gpu, call.dweight, call.z, call.weight, product
             )
 
