@@ -27,6 +27,7 @@ LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before o
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
+WEIGHT_GRADIENTS = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "lose_more or of_layers")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -66,6 +67,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     STORED: (_EIGHT_BITS,),
     KEPT_MAXIMA: (_EIGHT_BITS,),
     OF_GRADIENTS: (_EIGHT_BITS,),
+    WEIGHT_GRADIENTS: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -366,5 +368,21 @@ MUTATIONS = (
         "second_kept = call.workspace + 16 * ceildiv(count, 4)",
         "second_kept = call.workspace + 16 * ceildiv(0, count)",
         OF_GRADIENTS,
+    ),
+    Mutation(
+        "tensor cores alone add up the gradient of a weight in 8 bits",
+        "gpu",
+        f"{GEMM_SM90}/multiplier.mojo",
+        "var end = _PROMOTED // (1 + self.consumer)",
+        "var end = max(_PROMOTED // (1 + self.consumer), blocks)",
+        WEIGHT_GRADIENTS,
+    ),
+    Mutation(
+        "the gradient of a weight in 8 bits is a product as any other",
+        "gpu",
+        "fused_norm/chain/eight_bits_products.h",
+        "call.dweight = address(dweight);",
+        "call.y = address(dweight);",
+        WEIGHT_GRADIENTS,
     ),
 )
