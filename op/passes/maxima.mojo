@@ -41,11 +41,14 @@ comptime TILE_COLUMNS = 64
 comptime ACROSS = TILE_COLUMNS // LOAD
 """Threads that have a row of the tile."""
 comptime _DOWN = THREADS // ACROSS
-# Rows that a block goes over.
-comptime _ROWS = 512
 # Rows of a thread that are in flight together; a gradient has two or three loads of each, and its numbers take registers.
 comptime _LOADS = 4
 comptime _GRADIENT_LOADS = 1
+# Rows that a block goes over: fewer, at least those in flight together, where blocks would leave room on SMs.
+comptime _ROWS = 512
+comptime _FEWEST_ROWS = _LOADS * _DOWN
+# Blocks that an SM has room for.
+comptime _BLOCKS = 4
 
 
 def run_maxima(gpu: Gpu, call: Call) raises:
@@ -86,7 +89,16 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
         rows = columns
     elif call.one_scale != 0:
         columns = 0
-    var matrices = Matrices(call, _ROWS)
+    var rows_of_block = _ROWS
+    var matrices = Matrices(call, rows_of_block)
+    var across = ceildiv(matrices.across, TILE_COLUMNS)
+    comptime if not differentiates:
+        while (
+            rows_of_block > _FEWEST_ROWS
+            and 2 * across * matrices.down <= _BLOCKS * gpu.processors
+        ):
+            rows_of_block //= 2
+            matrices = Matrices(call, rows_of_block)
     gpu.stream.enqueue_function(
         gpu.context.compile_function[kernel](),
         matrices,
@@ -98,7 +110,8 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
         Int32(own),
         Int32(call.activation % GATED),
         Int32(call.one_scale),
-        grid_dim=(ceildiv(matrices.across, TILE_COLUMNS), matrices.down),
+        Int32(rows_of_block),
+        grid_dim=(across, matrices.down),
         block_dim=THREADS,
         attributes=pdl_attributes(),
     )
@@ -137,10 +150,11 @@ def maxima_kernel[
     width: Int32,
     kind: Int32,
     one_scale: Int32,
+    rows: Int32,
 ):
     """Finds the bits of the largest magnitudes, those of bfloat16.
 
-    Grid: (columns / TILE_COLUMNS, rows of all matrices / 512). Block: THREADS threads, 8 across the tile's columns.
+    Grid: (columns / TILE_COLUMNS, rows of all matrices / rows). Block: THREADS threads, 8 across the tile's columns.
 
     Parameters:
         differentiates: Whether the only x is computed first, from da and h.
@@ -157,6 +171,7 @@ def maxima_kernel[
         width: Elements of a row of an x that is computed.
         kind: The activation.
         one_scale: Whether there is one maximum of all.
+        rows: Rows that a block goes over.
     """
     comptime halves = 2 if gates else 1
     comptime loads = _GRADIENT_LOADS if differentiates else _LOADS
@@ -172,17 +187,17 @@ def maxima_kernel[
     # Another matrix is wider.
     if Int(block_idx.x) * TILE_COLUMNS >= Int(k):
         return
-    var block = Int(block_idx.y) - Int(matrix.first)
+    var top = (Int(block_idx.y) - Int(matrix.first)) * Int(rows)
     var thread = Int(thread_idx.x)
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % ACROSS * LOAD
     var most = StaticTuple[Words, halves](fill=Words(0))
-    var first = block * _ROWS + thread // ACROSS
-    var last = min((block + 1) * _ROWS, Int(m))
+    var first = top + thread // ACROSS
+    var last = min(top + Int(rows), Int(m))
     var next = _Loaded[differentiates, gates, loads](
-        x, da, h, first, column, Int(m), Int(k)
+        x, da, h, first, column, last, Int(k)
     )
     # All threads take each step: those of a row compare what they have.
-    for start in range(block * _ROWS, last, loads * _DOWN):
+    for start in range(top, last, loads * _DOWN):
         var row = start + thread // ACROSS
         var loaded = next
         # The next rows are on their way while these are computed.
