@@ -100,7 +100,7 @@ inline void expect(Rooms& rooms, const std::vector<Unquantized>& all) {
   }
 }
 
-// Matrices of one cast that a launch takes, and those whose maxima one before it finds.
+// Matrices of one cast that a launch takes, and those whose maxima are found first.
 struct Together {
   Cast cast;
   std::vector<Matrix> all{}, unknown{};
@@ -173,10 +173,8 @@ inline std::vector<Quantized> quantized(
 }
 
 // The only one of these.
-inline Quantized quantized(
-    const Unquantized& wanted, const EightBits& kernels, Rooms& rooms,
-    const NormOfRows* norm = nullptr) {
-  return quantized(std::vector<Unquantized>{wanted}, kernels, rooms, norm)[0];
+inline Quantized quantized(const Unquantized& only, const EightBits& kernels, Rooms& rooms) {
+  return quantized(std::vector<Unquantized>{only}, kernels, rooms)[0];
 }
 
 }  // namespace fused_norm

@@ -27,6 +27,7 @@ LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before o
 GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
+TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -66,6 +67,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     STORED: (_EIGHT_BITS,),
     KEPT_MAXIMA: (_EIGHT_BITS,),
     OF_GRADIENTS: (_EIGHT_BITS,),
+    TOGETHER: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -366,5 +368,21 @@ MUTATIONS = (
         "second_kept = call.workspace + 16 * ceildiv(count, 4)",
         "second_kept = call.workspace + 16 * ceildiv(0, count)",
         OF_GRADIENTS,
+    ),
+    Mutation(
+        "blocks of a matrix that is quantized with others begin with another's rows",
+        "gpu",
+        "op/passes/matrices.mojo",
+        "                Int32(self.down),",
+        "                Int32(self.down // 2 * 2),",
+        TOGETHER,
+    ),
+    Mutation(
+        "only the first of matrices has scales of its columns",
+        "gpu",
+        "op/passes/quantize_by_maxima.mojo",
+        "if first_row == 0:",
+        "if block_idx.y == 0:",
+        TOGETHER,
     ),
 )
