@@ -26,6 +26,7 @@ from hopper_kernels import modules  # noqa: E402
 
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
+MATRICES_MOJO = (ROOT / "op/passes/matrices.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
@@ -76,13 +77,15 @@ def fields_in_c(struct: str) -> list[tuple[str, str]]:
 
 
 def fields_in_mojo(struct: str) -> list[tuple[str, str]]:
-    body = re.search(rf"^struct {struct}\(.*?(?=^struct |\Z)", CALL_MOJO, re.M | re.S)
+    text = MATRICES_MOJO if struct == "Matrix" else CALL_MOJO
+    body = re.search(rf"^struct {struct}\(.*?(?=^struct |\Z)", text, re.M | re.S)
     assert body is not None
     return [(kind, name) for name, kind in re.findall(r"^    var (\w+): (\w+)$", body[0], re.M)]
 
 
 @pytest.mark.parametrize(
-    ("struct", "numbers"), [("Call", ["eps", "weight_offset", "y_one_scale"]), ("Part", [])]
+    ("struct", "numbers"),
+    [("Call", ["eps", "weight_offset", "y_one_scale"]), ("Part", []), ("Matrix", [])],
 )
 def test_record_is_one_in_three_languages(struct: str, numbers: list[str]) -> None:
     fields = getattr(record, struct)._fields_
@@ -134,7 +137,7 @@ def test_limits_are_the_same_in_every_language() -> None:
     found: dict[str, int] = {}
     for names in re.findall(r"^constexpr int64_t (.*?);", CALL_H, re.M):
         found |= {n: int(v) for n, v in (part.split(" = ") for part in names.split(", "))}
-    limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS")
+    limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS", "MOST_MATRICES")
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
     relu = int(re.findall(r"^comptime RELU = Int32\((\d+)\)$", ACTIVATION_MOJO, re.M)[0])
     assert relu == activations.number_of("relu")
@@ -147,6 +150,8 @@ def test_limits_are_the_same_in_every_language() -> None:
     assert gated == activations.GATED
     parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
     assert [int(most) for most in parts] == [record.MOST_PARTS]
+    matrices = re.findall(r"^comptime MOST_MATRICES = (\d+)$", MATRICES_MOJO, re.M)
+    assert [int(most) for most in matrices] == [record.MOST_MATRICES]
 
 
 def test_operands_are_the_same_in_two_languages() -> None:
@@ -206,6 +211,7 @@ C_LAYERS = [
     ["operands", "choice"],
     ["linear", "folds", "rows"],
     ["grouped", "eight_bits"],
+    ["eight_bits_quantize"],
     ["forward"],
     ["backward"],
     ["gradients"],

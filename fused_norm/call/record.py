@@ -37,6 +37,8 @@ DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 LONGEST_ROW, MOST_GROUPS = 2147483647, 65535
 # Most Linear layers whose products one launch computes.
 MOST_PARTS = 3
+# Most matrices that one launch quantizes.
+MOST_MATRICES = 8
 # On a CPU, a thread keeps a workspace of up to this many bytes for its next calls.
 MOST_KEPT = 33554432
 
@@ -75,3 +77,12 @@ class Part(ctypes.Structure):
     """One of several Linear layers on the same rows: `Part` in op/call.mojo and native/call.h."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("N", "weight", "bias", "y", "dy", "scale"))
+
+
+class Matrix(ctypes.Structure):
+    """One of several matrices of a pass: `Matrix` in op/passes/matrices.mojo and native/call.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("M", "K", "x", "maxima", "z", "z_scale", "zt", "zt_scale", "pitch")
+    )

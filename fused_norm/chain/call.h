@@ -12,6 +12,13 @@ struct Part {
   void *weight, *bias, *y, *dy, *scale;
 };
 
+// `Matrix` in op/passes/matrices.mojo, which documents the fields.
+struct Matrix {
+  int64_t M, K;
+  void *x, *maxima, *z, *z_scale, *zt, *zt_scale;
+  int64_t pitch;
+};
+
 struct Call {
   int64_t M;
   double eps;
@@ -27,7 +34,7 @@ struct Call {
   void *dscale, *dshift;
   int64_t activation;
   void *h, *a, *da, *dh;
-  Part* parts;
+  void* parts;
   int64_t part_count, pitch, eight_bits, power_of_two, one_scale, block_scales;
   void *z_scale, *y_scale;
   double y_one_scale;
@@ -48,6 +55,8 @@ constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 constexpr int64_t MOST_KEPT = 33554432;
 // Most Linear layers whose products one launch computes.
 constexpr int64_t MOST_PARTS = 3;
+// Most matrices that one launch quantizes.
+constexpr int64_t MOST_MATRICES = 8;
 // Elements along each side of a block with its own scale; and the values of `block_scales`.
 constexpr int64_t SCALE_BLOCK = 128, VECTORS = 1, SQUARES = 2;
 // An activation from this number on is a gate.

@@ -1,5 +1,5 @@
-// Quantizes bfloat16 matrices to 8 bits, untransposed and transposed, with Hopper's kernels. What they
-// decline is left to PyTorch's ops.
+// How matrices are quantized to 8 bits by Hopper's kernels, room for their largest magnitudes, and the
+// gradient before an activation, which has its own found. What kernels decline is left to PyTorch's ops.
 
 #pragma once
 
@@ -106,9 +106,9 @@ struct Quantized {
 // Memory for the maxima of matrices, zeros: one launch makes that of all that are expected.
 class Rooms {
  public:
-  // A matrix [M, K] that `quantized` may need maxima of, with or without its transpose.
-  void expect(int64_t M, int64_t K, const Cast& cast, bool transposed) {
-    if (!cast.by_block() && (transposed || !cast.by_row())) expected_ += elements(M, K, cast, true);
+  // A matrix [M, K], or several, whose maxima are found, if it has any.
+  void expect(int64_t M, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
+    if (!cast.by_block()) expected_ += matrices * elements(M, K, cast, plain);
   }
 
   // How many elements there are for the maxima of columns, and of rows for `plain`, or for the single
@@ -122,8 +122,8 @@ class Rooms {
       const Tensor& like, int64_t M, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
     const int64_t each = elements(M, K, cast, plain), count = matrices * each;
     const Shape shape{matrices, each};
-    if (!all_.defined() && count <= expected_) all_ = zeros(Shape{expected_}, like);
-    if (!all_.defined() || used_ + count > all_.numel()) return zeros(shape, like);
+    if (!all_.defined() && count <= expected_) all_ = zeros(Shape{expected_}, like, BFLOAT16);
+    if (!all_.defined() || used_ + count > all_.numel()) return zeros(shape, like, BFLOAT16);
     used_ += count;
     return all_.viewed(shape, Shape{each, 1}, used_ - count);
   }
@@ -181,105 +181,6 @@ inline BeforeActivation before_activation(
   // Its rows are quantized later, with their maxima.
   if (plain) call.z = address(found.dh);
   launch(kernels.maxima, call, da);
-  return found;
-}
-
-// The fields of a record for a matrix v [M, K] and its cast, whichever results are wanted.
-inline Call quantizing_call(const Tensor& v, const Cast& cast, const EightBits& kernels) {
-  auto call = rows_call(v.size(0), 0, kernels.context);
-  call.K = v.size(1);
-  call.x = address(v);
-  call.eight_bits = number_of(cast.dtype);
-  call.power_of_two = cast.power_of_two;
-  return call;
-}
-
-// `quantized` with scales of blocks: untransposed rows only, since nothing multiplies blocks of columns.
-inline Quantized quantized_by_blocks(
-    const Tensor& v, const Cast& cast, bool plain, bool transposed, const EightBits& kernels) {
-  const int64_t M = v.size(0), K = v.size(1);
-  const bool is_square = cast.scaling == Scaling::SQUARES;
-  require_kernels(is_multiple(K) && K <= LONGEST_ROW && (is_square ? cast.dtype == E4M3 : !transposed));
-  // A grid has any number of blocks along its first dimension, at most 65535 along the other.
-  require_kernels(blocks_of(is_square ? M : K) <= MOST_GROUPS);
-  const int64_t rows = is_square ? blocks_of(M) : M;
-  Quantized found;
-  auto call = quantizing_call(v, cast, kernels);
-  call.block_scales = is_square ? SQUARES : VECTORS;
-  if (plain) {
-    found.plain = {
-        empty(Shape{M, K}, v, cast.dtype), empty(Shape{rows, blocks_of(K)}, v, FLOAT32), true};
-    call.z = address(found.plain.q);
-    call.z_scale = address(found.plain.scale);
-  }
-  if (transposed) {
-    call.pitch = padded(M);
-    found.transposed = {
-        empty(Shape{K, call.pitch}, v, cast.dtype),
-        empty(Shape{blocks_of(K), blocks_of(M)}, v, FLOAT32), true};
-    call.zt = address(found.transposed.q);
-    call.zt_scale = address(found.transposed.scale);
-  }
-  launch(kernels.quantize, call, v);
-  return found;
-}
-
-// The norm of rows [M, K] in bfloat16, with gamma and beta of that type if they are there, and where its
-// statistics go: rstd [M], and mean [M] for a norm that has one.
-struct NormOfRows {
-  Spec spec;
-  Tensor gamma, beta, mean, rstd;
-
-  void describe(Call& call) const {
-    call.normalization = spec.normalization;
-    call.eps = spec.eps;
-    call.weight_offset = spec.weight_offset;
-    call.gamma = address(gamma);
-    call.beta = address(beta);
-    call.mean = address(mean);
-    call.rstd = address(rstd);
-  }
-};
-
-// A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted;
-// or a norm of it, in e4m3. Maxima that are not given are computed here.
-inline Quantized quantized(
-    const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
-    Rooms& rooms, Tensor maxima = {}, const NormOfRows* norm = nullptr) {
-  require_kernels(
-      given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
-  const auto v = readable(given);
-  if (cast.by_block()) return quantized_by_blocks(v, cast, plain, transposed, kernels);
-  const int64_t M = v.size(0), K = v.size(1);
-  const bool by_maxima = maxima.defined() || transposed || !cast.by_row();
-  require_kernels(K <= LONGEST_ROW && (K % 8 == 0 || !by_maxima));
-  Quantized found;
-  auto call = quantizing_call(v, cast, kernels);
-  call.one_scale = !cast.by_row();
-  if (norm) {
-    require_kernels(by_maxima && cast.dtype == E4M3 && K <= LONGEST_NORM);
-    norm->describe(call);
-  }
-  if (plain) {
-    found.plain = {empty(Shape{M, K}, v, cast.dtype), empty(Shape{M, 1}, v, FLOAT32)};
-    call.z = address(found.plain.q);
-    call.z_scale = address(found.plain.scale);
-  }
-  if (!by_maxima) {
-    launch(kernels.quantize, call, v);
-    return found;
-  }
-  if (transposed) {
-    call.pitch = padded(M);
-    found.transposed = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
-    call.zt = address(found.transposed.q);
-    call.zt_scale = address(found.transposed.scale);
-  }
-  const bool are_there = maxima.defined();
-  if (!are_there) maxima = rooms.take(v, M, K, cast, plain);
-  call.workspace = address(maxima);
-  if (!are_there) launch(kernels.maxima, call, v);
-  launch(kernels.quantize_by_maxima, call, v);
   return found;
 }
 

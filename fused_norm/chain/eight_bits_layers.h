@@ -7,6 +7,17 @@
 
 namespace fused_norm {
 
+// The columns of an activation of one layer, or of a gate of one or two.
+inline int64_t activated_outputs(const Handles& weights, int64_t activation) {
+  int64_t outputs = 0;
+  for (const auto& weight : weights) {
+    const auto matrix = tensor_of(weight);
+    require_kernels(matrix.dim() == 2);
+    outputs += matrix.size(0);
+  }
+  return activation >= GATED ? outputs / 2 : outputs;
+}
+
 // Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
 // two. Rows with scales are in 8 bits already. One layer without an activation may add a residual. Then
 // what a backward needs: the input of the activation, and the transposed rows and weights. Last, the
@@ -36,19 +47,29 @@ inline Handles fp8_layers(
         !own.defined() ||
         (!cast.by_block() && own.dtype() == BFLOAT16 && is_beside(own, whole) &&
          are_equal(own.sizes(), Shape{Rooms::elements(whole.size(0), whole.size(1), cast, true)})));
+    require_kernels(!leaves_maxima || (!activation.empty() && !cast.by_block()));
+    std::vector<Unquantized> matrices;
+    if (!z_scale) matrices.push_back({whole, cast, true, keeps_rows, readable(own)});
+    add_weights(matrices, weights, weight_scales, given, by, keeps_weights);
     Rooms rooms;
-    if (!z_scale && !own.defined()) rooms.expect(whole.size(0), whole.size(1), cast, keeps_rows);
-    expect_weights(weights, weight_scales, by, keeps_weights, rooms);
-    const auto rows = z_scale
-        ? Quantized{{whole, tensor_of(*z_scale), cast.by_block()}, {}}
-        : quantized(whole, cast, true, keeps_rows, kernels, rooms, readable(own));
-    std::vector<Scaled> transposed;
-    const auto layers = layers_of(
-        weights, weight_scales, biases, given, by, kernels, rooms,
-        keeps_weights ? &transposed : nullptr);
-    Handles all;
     KeptMaxima kept{cast, {}};
-    require_kernels(!leaves_maxima || !activation.empty());
+    if (leaves_maxima) {
+      const int64_t M = whole.size(0), N = activated_outputs(weights, number_of(activation));
+      rooms.expect(M, N, cast, true);
+      expect(rooms, matrices);
+      // First: a result of an op begins where its memory does.
+      kept.maxima = rooms.take(whole, M, N, cast, true);
+      const int64_t count = kept.maxima.numel();
+      kept.maxima = kept.maxima.viewed(Shape{count}, Shape{1});
+    } else {
+      expect(rooms, matrices);
+    }
+    const auto made = quantized(matrices, kernels, rooms);
+    const auto of_weights = std::span(made).subspan(z_scale ? 0 : 1);
+    const auto rows =
+        z_scale ? Quantized{{whole, tensor_of(*z_scale), cast.by_block()}, {}} : made[0];
+    const auto layers = layers_of(weights, weight_scales, biases, by, of_weights);
+    Handles all;
     if (activation.empty() && !added.defined()) {
       for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
         all.push_back(given_of(y));
@@ -63,7 +84,9 @@ inline Handles fp8_layers(
       if (keeps_h) all.push_back(given_of(h));
     }
     if (keeps_rows) append(all, rows.transposed);
-    for (const auto& weight : transposed) append(all, weight);
+    if (keeps_weights) {
+      for (const auto& weight : of_weights) append(all, weight.transposed);
+    }
     if (leaves_maxima) all.push_back(given_of(kept.maxima));
     return all;
   };
@@ -132,30 +155,6 @@ inline void add_gradients(Differentiated& of, const BeforeActivation& before, Si
   of.sizes = sizes;
 }
 
-// Matrices that `layer_gradients` needs maxima of, where these are not known.
-inline void expect(
-    Rooms& rooms, const Differentiated& of, const std::vector<bool>& wanted,
-    const ActivationInput* input) {
-  const auto& [grad, weight, rows, has_fp8_wgrad, _] = of.how;
-  bool quantizes_rows = false;
-  for (size_t i = 0; i < of.weights.size(); ++i) {
-    const auto& dy = of.dys[i];
-    if (!dy.defined() || of.weights[i].dim() != 2) continue;
-    const bool transposes = wanted[1 + i] && has_fp8_wgrad;
-    quantizes_rows |= transposes && !of.transposed.defined();
-    if (!of.maxima[i].defined() && (wanted[0] || transposes)) {
-      rooms.expect(dy.size(0), dy.size(1), grad, transposes);
-    }
-    if (wanted[0] && !of.scales[i].defined()) {
-      rooms.expect(of.weights[i].size(0), of.weights[i].size(1), weight, true);
-    }
-  }
-  for (int64_t i = 0; input && wanted[0] && input->h.dim() == 2 && i < input->layers; ++i) {
-    rooms.expect(input->h.size(0), input->h.size(1) / input->layers, grad, true);
-  }
-  if (quantizes_rows) rooms.expect(of.z.size(0), of.z.size(1), rows, true);
-}
-
 // The gradients of the rows, of each weight and of each bias, if wanted. Where the rows are an activation
 // whose input is given, that of the input is `before`, and there is none of the rows.
 inline Tensors layer_gradients(
@@ -164,25 +163,59 @@ inline Tensors layer_gradients(
   const auto& [grad, by, of_rows, has_fp8_wgrad, are_kept] = of.how;
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
-  auto transposed = of.transposed;
-  Rooms rooms;
-  expect(rooms, of, wanted, input);
+  const auto transposes = [&](size_t i) { return wanted[1 + i] && has_fp8_wgrad; };
+  const auto gradient = [&](size_t i) {
+    return Unquantized{of.dys[i], grad, wanted[0], transposes(i), of.maxima[i]};
+  };
+  // A gradient with maxima is quantized when its products are next: it takes more memory than others.
+  const auto is_early = [&](size_t i) {
+    return (wanted[0] || transposes(i)) && !of.maxima[i].defined();
+  };
+  std::vector<Unquantized> early;
+  bool transposes_rows = false;
+  Tensor like;
   for (size_t i = 0; i < count; ++i) {
     const auto& dy = of.dys[i];
     if (!dy.defined()) continue;
-    const Tensor& rows = transposed.defined() ? transposed.q : of.z;
+    const Tensor& rows = of.transposed.defined() ? of.transposed.q : of.z;
     require_kernels(is_beside(dy, rows));
     require_kernels(
-        transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
-    const auto& kernels = eight_bits_of(dy);
-    const bool transposes = wanted[1 + i] && has_fp8_wgrad;
+        of.transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
+    like = dy;
+    if (is_early(i)) early.push_back(gradient(i));
+    if (wanted[0] && !of.scales[i].defined()) {
+      require_kernels(!frozen_level && is_beside(of.weights[i], dy));
+      early.push_back({of.weights[i], by, false, true});
+    }
+    transposes_rows |= transposes(i) && !of.transposed.defined();
+  }
+  if (!like.defined()) return found;
+  if (transposes_rows) early.push_back({of.z, of_rows, false, true});
+  const auto& kernels = eight_bits_of(like);
+  Rooms rooms;
+  expect(rooms, early);
+  if (input && wanted[0]) {
+    require_kernels(input->h.dim() == 2);
+    const int64_t columns = input->h.size(1) / input->layers;
+    rooms.expect(input->h.size(0), columns, grad, true, input->layers);
+  }
+  auto made = quantized(early, kernels, rooms);
+  const auto transposed = transposes_rows ? made.back().transposed : of.transposed;
+  size_t next = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& dy = of.dys[i];
+    if (!dy.defined()) continue;
     Quantized q;
-    if (wanted[0] || transposes) {
-      q = quantized(dy, grad, wanted[0], transposes, kernels, rooms, of.maxima[i]);
+    if (is_early(i)) {
+      q = std::move(made[next++]);
+    } else if (wanted[0] || transposes(i)) {
+      q = quantized(gradient(i), kernels, rooms);
     }
     if (wanted[0]) {
       const Layer layer{
-          weight_of(of.weights[i], of.scales[i], dy, by, false, true, kernels, rooms).transposed, {}};
+          of.scales[i].defined() ? Scaled{of.weights[i], of.scales[i], by.by_block()}
+                                 : std::move(made[next++].transposed),
+          {}};
       if (input) {
         *before =
             product_before_activation(q.plain, layer, *input, grad, are_kept, kernels, rooms);
@@ -195,10 +228,7 @@ inline Tensors layer_gradients(
         }
       }
     }
-    if (transposes) {
-      if (!transposed.defined()) {
-        transposed = quantized(of.z, of_rows, false, true, kernels, rooms).transposed;
-      }
+    if (transposes(i)) {
       found[1 + i] = weight_gradient(q.transposed, transposed, kernels);
     } else if (wanted[1 + i]) {
       found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);

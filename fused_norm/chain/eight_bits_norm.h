@@ -30,10 +30,10 @@ inline Handles fp8_norm_rows(
         {number_of(normalization), 0, eps, weight_offset}, parameter(tensor_of(gamma)),
         parameter(tensor_of(beta)), {}, empty(Shape(given.sizes(), 1), given, FLOAT32)};
     if (has_mean(norm.spec)) norm.mean = empty(norm.rstd.sizes(), given, FLOAT32);
+    const std::vector<Unquantized> rows{{dense(given).rows(), cast, true, true}};
     Rooms rooms;
-    rooms.expect(M, K, cast, true);
-    const auto rows = dense(given).rows();
-    auto [plain, transposed] = quantized(rows, cast, true, true, kernels, rooms, {}, &norm);
+    expect(rooms, rows);
+    auto [plain, transposed] = quantized(rows, kernels, rooms, &norm)[0];
     plain.q = plain.q.viewed(given.sizes(), dense_strides(given.sizes()));
     Handles all;
     append(all, plain);

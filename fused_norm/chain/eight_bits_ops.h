@@ -31,7 +31,7 @@ inline Handles fp8_quantize(
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
     Rooms rooms;
-    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix), rooms);
+    auto found = quantized({matrix, cast, plain, transposed}, eight_bits_of(matrix), rooms);
     for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
       // All rows share one scale.
       const bool is_one = scale->defined() && cast.scaling == Scaling::TENSOR;
@@ -123,45 +123,45 @@ inline void require_weights(const Handles& weights, const Optionals& scales) {
   for (size_t i = 0; i < weights.size(); ++i) require_kernels(scales.at(i).has_value());
 }
 
-// A layer's weight in 8 bits, untransposed, transposed, or both: as given with its scale, or quantized
-// here. Frozen weights are left to Python, which keeps their 8-bit versions.
-inline Quantized weight_of(
-    const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool plain,
-    bool transposed, const EightBits& kernels, Rooms& rooms) {
-  if (scale.defined()) {
-    require_kernels(!(plain && transposed));
-    const Scaled given{weight, scale, cast.by_block()};
-    return {given, given};
-  }
-  require_kernels(!frozen_level && is_beside(weight, like));
-  return quantized(weight, cast, plain, transposed, kernels, rooms);
-}
-
-// Weights that `weight_of` quantizes.
-inline void expect_weights(
-    const Handles& weights, const Optionals& scales, const Cast& cast, bool transposed,
-    Rooms& rooms) {
+// Appends the weights that have no scales to what is to be quantized, transposed as well if a backward
+// needs that. Frozen weights are left to Python, which keeps their 8-bit versions.
+inline void add_weights(
+    std::vector<Unquantized>& all, const Handles& weights, const Optionals& scales,
+    const Tensor& like, const Cast& cast, bool transposed) {
   for (size_t i = 0; i < weights.size(); ++i) {
+    require_kernels(!(scales.at(i) && transposed));
+    if (scales.at(i)) continue;
     const auto weight = tensor_of(weights[i]);
-    if (scales.at(i) || weight.dim() != 2) continue;
-    rooms.expect(weight.size(0), weight.size(1), cast, transposed);
+    require_kernels(!frozen_level && is_beside(weight, like));
+    all.push_back({weight, cast, true, transposed});
   }
 }
 
-// Layers, and their transposed weights if a backward needs them.
+// Layers whose weights are in 8 bits as given, or the next ones that were made of them.
 inline std::vector<Layer> layers_of(
-    const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
-    const Cast& cast, const EightBits& kernels, Rooms& rooms,
-    std::vector<Scaled>* transposed = nullptr) {
+    const Handles& weights, const Optionals& scales, const Optionals& biases, const Cast& cast,
+    std::span<const Quantized> made) {
   std::vector<Layer> layers;
+  size_t next = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
-    const auto weight = weight_of(
-        tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, true, transposed != nullptr,
-        kernels, rooms);
-    layers.push_back({weight.plain, tensor_of(biases.at(i))});
-    if (transposed) transposed->push_back(weight.transposed);
+    const auto scale = tensor_of(scales.at(i));
+    const Scaled weight = scale.defined()
+        ? Scaled{tensor_of(weights[i]), scale, cast.by_block()}
+        : made[next++].plain;
+    layers.push_back({weight, tensor_of(biases.at(i))});
   }
   return layers;
+}
+
+// The same, quantized here.
+inline std::vector<Layer> layers_of(
+    const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
+    const Cast& cast, const EightBits& kernels) {
+  std::vector<Unquantized> all;
+  add_weights(all, weights, scales, like, cast, false);
+  Rooms rooms;
+  expect(rooms, all);
+  return layers_of(weights, scales, biases, cast, quantized(all, kernels, rooms));
 }
 
 inline bool is_bfloat16(torch::headeronly::ScalarType dtype) {
@@ -179,11 +179,11 @@ inline Factors factors_of(
     Optional up_scale, Optional up_bias, const Cast& by, const Cast& cast,
     const EightBits& kernels) {
   const auto rows = rows_of({q, tensor_of(scale), by.by_block()});
-  Rooms rooms;
-  const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels, rooms);
-  Layer other;
-  if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels, rooms)[0];
-  return {rows, layers[0], other};
+  Handles weights{weight};
+  if (up) weights.push_back(*up);
+  const auto layers = layers_of(
+      weights, {weight_scale, up_scale}, {bias, up_bias}, rows.q, cast, kernels);
+  return {rows, layers[0], up ? layers[1] : Layer{}};
 }
 
 // From this many rows on, an H100 is faster if a product stores its activation in 8 bits (0.74 to 1.03 of
@@ -217,7 +217,7 @@ inline Handles fp8_hidden(
       const auto y = product(
           of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number, of.up);
       Rooms rooms;
-      z = quantized(y, by, true, false, kernels, rooms).plain;
+      z = quantized({y, by, true, false}, kernels, rooms).plain;
     }
     // All rows share one scale.
     if (by.scaling == Scaling::TENSOR) z.scale = z.scale.viewed(Shape{1, 1}, Shape{1, 1});
@@ -265,9 +265,7 @@ inline Handles fp8_linears(
     const OnDevice on_device(given);
     const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
     const auto& kernels = eight_bits_of(rows.q);
-    Rooms rooms;
-    const auto layers =
-        layers_of(weights, weight_scales, biases, rows.q, cast, kernels, rooms);
+    const auto layers = layers_of(weights, weight_scales, biases, rows.q, cast, kernels);
     Handles all;
     for (const auto& y : products(rows, layers, rows.q.sizes(), are_kept, kernels)) {
       all.push_back(given_of(y));

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "eight_bits.h"
+#include "eight_bits_quantize.h"
 #include "row_ops.h"
 
 namespace fused_norm {
@@ -197,8 +197,7 @@ inline Tensor addend_of(
   return readable(given);
 }
 
-// The maxima of an activation, which its product keeps for the pass that quantizes it. They are a result
-// of an op, so their memory is their own.
+// Zeros, and then the maxima of an activation, which its product keeps for the pass that quantizes it.
 struct KeptMaxima {
   const Cast& cast;
   Tensor maxima;
@@ -212,7 +211,7 @@ struct KeptMaxima {
 inline Tensor product(
     const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
     const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
-    Tensor* h = nullptr, const Tensor& given_addend = {}, KeptMaxima* kept = nullptr) {
+    Tensor* h = nullptr, const Tensor& given_addend = {}, const KeptMaxima* kept = nullptr) {
   const auto rows = rows_of(given);
   require_kernels(!kept || (activation && !rows.of_blocks));
   if (rows.of_blocks) {
@@ -233,7 +232,7 @@ inline Tensor product(
     call.h = address(*h);
   }
   if (kept) {
-    kept->maxima = zeros(Shape{Rooms::elements(call.M, N, kept->cast, true)}, y);
+    require_kernels(kept->maxima.numel() == Rooms::elements(call.M, N, kept->cast, true));
     call.workspace = address(kept->maxima);
     call.one_scale = !kept->cast.by_row();
   }

@@ -57,7 +57,7 @@ inline Tensors grouped_products(
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     if (has_bias && !t.bias(i).defined()) {
-      added.push_back(zeros(Shape{parts[i].N}, z));
+      added.push_back(zeros(Shape{parts[i].N}, z, z.dtype()));
       parts[i].bias = address(added.back());
     }
     if (spec.is_joined) {

@@ -68,8 +68,8 @@ inline Tensor dense(const Tensor& tensor) {
   return !tensor.defined() || tensor.is_contiguous() ? tensor : cloned(tensor);
 }
 
-inline Tensor zeros(Sizes sizes, const Tensor& like) {
-  const auto made = empty(sizes, like);
+inline Tensor zeros(Sizes sizes, const Tensor& like, DType dtype) {
+  const auto made = empty(sizes, like, dtype);
   check(aoti_torch_zero_(made.get()), "zero_");
   return made;
 }

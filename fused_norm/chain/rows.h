@@ -73,7 +73,7 @@ inline std::array<Tensor, 2> trainable_eps_gradients(
   std::array<Tensor, 2> found;
   if (wants_x) found[0] = empty_like(x);
   // Rows without elements contribute nothing.
-  if (wants_o) found[1] = x.numel() ? empty_like(o) : zeros(o.sizes(), o);
+  if (wants_o) found[1] = x.numel() ? empty_like(o) : zeros(o.sizes(), o, o.dtype());
   if (x.numel()) {
     run_rows(RowOp::TRAINABLE_EPS_BACKWARD, {dy, x}, {found[0]}, o, found[1]);
   }

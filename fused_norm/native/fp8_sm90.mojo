@@ -128,12 +128,12 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
         add_pass[
             _maxima,
             "maxima",
-            "queues the maxima of x, and x if it is dh of da and h; or the maxima of a norm of x, mean, rstd",
+            "queues the maxima of each x, and x if it is dh of da and h; or the maxima of a norm of x, mean, rstd",
         ](builder)
         add_pass[
             _quantize_by_maxima,
             "quantize_by_maxima",
-            "queues x or a norm of x in 8 bits as z and zt by its maxima, and scales",
+            "queues each x or a norm of x in 8 bits as z and zt by its maxima, and scales",
         ](builder)
         return builder.finalize()
     except e:

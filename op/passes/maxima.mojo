@@ -1,4 +1,4 @@
-"""Finds the largest magnitudes of rows and columns of a matrix, or of all, on Hopper; also of a gradient that it computes.
+"""Finds the largest magnitudes of rows and columns of matrices, or of all, on Hopper; also of a gradient that it computes.
 
     dh from da and h, as `activate` has it; of a gate, that of either half
 
@@ -23,6 +23,7 @@ from ..magnitudes import (
     larger_halves,
 )
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
+from .matrices import Matrices
 from .words import (
     LOAD,
     Words,
@@ -40,11 +41,14 @@ comptime TILE_COLUMNS = 64
 comptime ACROSS = TILE_COLUMNS // LOAD
 """Threads that have a row of the tile."""
 comptime _DOWN = THREADS // ACROSS
-# Rows that a block goes over.
-comptime _ROWS = 512
 # Rows of a thread that are in flight together; a gradient has two or three loads of each, and its numbers take registers.
 comptime _LOADS = 4
 comptime _GRADIENT_LOADS = 1
+# Rows that a block goes over: fewer, at least those in flight together, where blocks would leave room on SMs.
+comptime _ROWS = 512
+comptime _FEWEST_ROWS = _LOADS * _DOWN
+# Blocks that an SM has room for.
+comptime _BLOCKS = 4
 
 
 def run_maxima(gpu: Gpu, call: Call) raises:
@@ -52,14 +56,14 @@ def run_maxima(gpu: Gpu, call: Call) raises:
 
     Args:
         gpu: Where to run.
-        call: The matrix x [M, K] in bfloat16, K a multiple of 8; one_scale, whether one maximum of all is wanted; z, not 0
-            if those of rows are; the workspace, zeros: 4 bytes for each column, then 4 for each row if those are wanted; or
-            4 for the one. With an activation, x is written: K columns of da [M, K] and h [M, K]. A gate has h [M, 2 K] and
-            writes x [M, 2 K], with maxima of its own 2 K columns; or, of two parts, two matrices x [M, K] one behind the
-            other, with maxima of their own, the second from a multiple of 16 bytes on.
+        call: Its matrices x [M, K] in bfloat16, K a multiple of 8; one_scale, whether one maximum of all is wanted; z, not 0
+            if those of rows are; the maxima, zeros: 4 bytes for each column, then 4 for each row if those are wanted; or
+            4 for the one. With an activation, the only x is written: K columns of da [M, K] and h [M, K]. A gate has
+            h [M, 2 K] and writes x [M, 2 K], with maxima of its own 2 K columns; or, of two parts, two matrices x [M, K]
+            one behind the other, with maxima of their own, the second from a multiple of 16 bytes on.
 
     Raises:
-        If a launch fails.
+        If there are too many matrices, or a launch fails.
     """
     if call.activation == 0:
         _launch[False, False](gpu, call)
@@ -85,22 +89,29 @@ def _launch[differentiates: Bool, gates: Bool](gpu: Gpu, call: Call) raises:
         rows = columns
     elif call.one_scale != 0:
         columns = 0
+    var rows_of_block = _ROWS
+    var matrices = Matrices(call, rows_of_block)
+    var across = ceildiv(matrices.across, TILE_COLUMNS)
+    comptime if not differentiates:
+        while (
+            rows_of_block > _FEWEST_ROWS
+            and 2 * across * matrices.down <= _BLOCKS * gpu.processors
+        ):
+            rows_of_block //= 2
+            matrices = Matrices(call, rows_of_block)
     gpu.stream.enqueue_function(
         gpu.context.compile_function[kernel](),
-        Int64(call.x),
+        matrices,
         Int64(call.da),
         Int64(call.h),
-        Int64(call.workspace),
         Int64(half),
         Int64(columns),
         Int64(rows),
-        Int32(call.M),
-        Int32(call.K),
         Int32(own),
         Int32(call.activation % GATED),
         Int32(call.one_scale),
-        Int32(call.z != 0),
-        grid_dim=(ceildiv(call.K, TILE_COLUMNS), ceildiv(call.M, _ROWS)),
+        Int32(rows_of_block),
+        grid_dim=(across, matrices.down),
         block_dim=THREADS,
         attributes=pdl_attributes(),
     )
@@ -130,57 +141,63 @@ def _gradient[
 def maxima_kernel[
     differentiates: Bool, gates: Bool
 ](
-    x: Int64,
+    matrices: Matrices,
     da: Int64,
     h: Int64,
-    maxima: Int64,
     half: Int64,
     columns_of_half: Int64,
     rows_of_half: Int64,
-    m: Int32,
-    k: Int32,
-    own: Int32,
+    width: Int32,
     kind: Int32,
     one_scale: Int32,
-    of_rows: Int32,
+    rows: Int32,
 ):
     """Finds the bits of the largest magnitudes, those of bfloat16.
 
-    Grid: (k / TILE_COLUMNS, m / 512). Block: THREADS threads, 8 across the tile's columns.
+    Grid: (columns / TILE_COLUMNS, rows of all matrices / rows). Block: THREADS threads, 8 across the tile's columns.
 
     Parameters:
-        differentiates: Whether x is computed first, from da and h.
+        differentiates: Whether the only x is computed first, from da and h.
         gates: Whether half of h gates the rest.
 
     Args:
-        x: Address of the matrix [m, own].
+        matrices: The matrices, with maxima that are at least zero: of columns [k], and then of rows [m] if there is a z;
+            or one. Of an x that is computed, m and k are those of da.
         da: Address of the gradient after the activation [m, k].
         h: Address of what the activation is of [m, k], for a gate [m, 2 k].
-        maxima: Address of the maxima, which are at least zero: of columns [own], and then of rows [m]; or one.
         half: Elements from one half of a gate's x to the other.
         columns_of_half: Maxima of columns from one half to the other.
         rows_of_half: Likewise those of rows.
-        m: Rows.
-        k: Columns of da, or of x.
-        own: Elements of a row of x.
+        width: Elements of a row of an x that is computed.
         kind: The activation.
         one_scale: Whether there is one maximum of all.
-        of_rows: Whether those of rows are wanted as well.
+        rows: Rows that a block goes over.
     """
     comptime halves = 2 if gates else 1
     comptime loads = _GRADIENT_LOADS if differentiates else _LOADS
     pdl_wait()
     pdl_trigger()
+    var matrix = matrices.pieces[0]
+    comptime if not differentiates:
+        matrix = matrices.of_block(block_idx.y)
+    var x = matrix.x
+    var m = matrix.m
+    var k = matrix.k
+    var own = width if differentiates else k
+    # Another matrix is wider.
+    if Int(block_idx.x) * TILE_COLUMNS >= Int(k):
+        return
+    var top = (Int(block_idx.y) - Int(matrix.first)) * Int(rows)
     var thread = Int(thread_idx.x)
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % ACROSS * LOAD
     var most = StaticTuple[Words, halves](fill=Words(0))
-    var first = Int(block_idx.y) * _ROWS + thread // ACROSS
-    var last = min(Int(block_idx.y + 1) * _ROWS, Int(m))
+    var first = top + thread // ACROSS
+    var last = min(top + Int(rows), Int(m))
     var next = _Loaded[differentiates, gates, loads](
-        x, da, h, first, column, Int(m), Int(k)
+        x, da, h, first, column, last, Int(k)
     )
     # All threads take each step: those of a row compare what they have.
-    for start in range(Int(block_idx.y) * _ROWS, last, loads * _DOWN):
+    for start in range(top, last, loads * _DOWN):
         var row = start + thread // ACROSS
         var loaded = next
         # The next rows are on their way while these are computed.
@@ -206,7 +223,7 @@ def maxima_kernel[
                     most[part][j] = larger_halves(
                         most[part][j], values[part][j]
                     )
-            if one_scale == 0 and of_rows != 0:
+            if one_scale == 0 and matrix.z != 0:
                 # That of one half in the lower bits, of the other in the upper ones.
                 var bits = UInt32(0)
                 comptime for part in range(halves):
@@ -225,14 +242,14 @@ def maxima_kernel[
                     var place = Int(own) + row + i * _DOWN
                     comptime for part in range(halves):
                         keep_largest(
-                            maxima,
+                            matrix.maxima,
                             place + part * Int(rows_of_half),
                             bits >> UInt32(16 * part) & 0xFFFF,
                         )
     comptime for part in range(halves):
         _keep_columns(
             most[part],
-            maxima + Int64(4 * part) * columns_of_half,
+            matrix.maxima + Int64(4 * part) * columns_of_half,
             Int(k),
             one_scale != 0,
         )

@@ -1,8 +1,8 @@
-"""Quantizes a matrix on Hopper by the largest magnitudes of rows and columns, or of all: as it lies, transposed, or both.
+"""Quantizes matrices on Hopper by the largest magnitudes of rows and columns, or of all: as each lies, transposed, or both.
 
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
 
-The matrix may be a norm of the one that is read.
+A single matrix may be a norm of the one that is read.
 """
 
 from max.gpu import (
@@ -26,6 +26,7 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
+from .matrices import Matrices
 from .normalized import normalized_pair
 from .words import (
     LOAD,
@@ -59,17 +60,17 @@ comptime _LEAST = Float64(1e-12)
 
 
 def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
-    """Writes x in 8 bits, to z with its layout and transposed to zt, as far as these are given.
+    """Writes each x in 8 bits, to z with its layout and transposed to zt, as far as these are given.
 
     Args:
         gpu: Where to run.
-        call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the pitch
-            at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one scale; the
-            workspace, as `run_maxima` leaves it. With rstd, as `run_norm_maxima` leaves it: what is written are the rows
-            in e4m3 once they are normalized.
+        call: Its matrices x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the
+            pitch at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one
+            scale; the maxima, as `run_maxima` leaves them. With rstd, one matrix, and the workspace as `run_norm_maxima`
+            leaves it: what is written are the rows in e4m3 once they are normalized.
 
     Raises:
-        If a launch fails.
+        If there are too many matrices, or a launch fails.
     """
     if call.rstd == 0:
         comptime for kind in [E4M3, E5M2]:
@@ -93,25 +94,19 @@ def _choose[eight_bits: DType, N: Norm](gpu: Gpu, call: Call) raises:
 def _launch[
     eight_bits: DType, multiplies: Bool, N: Norm
 ](gpu: Gpu, call: Call) raises:
-    var across = ceildiv(call.K, _TILE_COLUMNS)
-    var down = ceildiv(max(call.M, call.pitch), TILE_ROWS)
+    var matrices = Matrices(call, TILE_ROWS)
+    var across = ceildiv(matrices.across, _TILE_COLUMNS)
     var tiles = min(
-        max(across * down // (_WAVES * _BLOCKS * gpu.processors), 1),
+        max(across * matrices.down // (_WAVES * _BLOCKS * gpu.processors), 1),
         _MOST_TILES,
     )
+    if tiles > 1:
+        matrices = Matrices(call, tiles * TILE_ROWS)
     gpu.stream.enqueue_function(
         gpu.context.compile_function[
             quantize_kernel[eight_bits, multiplies, N]
         ](),
-        Int64(call.x),
-        Int64(call.workspace),
-        Int64(call.z),
-        Int64(call.zt),
-        Int64(call.z_scale),
-        Int64(call.zt_scale),
-        Int32(call.M),
-        Int32(call.K),
-        Int32(call.pitch),
+        matrices,
         Int32(call.one_scale),
         Int32(call.power_of_two),
         Int32(tiles),
@@ -120,7 +115,7 @@ def _launch[
         Int64(call.gamma),
         Int64(call.beta),
         call.weight_offset.cast[DType.float32](),
-        grid_dim=(across, ceildiv(down, tiles)),
+        grid_dim=(across, matrices.down),
         block_dim=_THREADS,
         attributes=pdl_attributes(),
     )
@@ -167,15 +162,7 @@ def _group(column: Int, group: Int) -> Int:
 def quantize_kernel[
     eight_bits: DType, multiplies: Bool, N: Norm
 ](
-    x: Int64,
-    maxima: Int64,
-    z: Int64,
-    zt: Int64,
-    z_scales: Int64,
-    zt_scales: Int64,
-    m: Int32,
-    k: Int32,
-    pitch: Int32,
+    matrices: Matrices,
     one_scale: Int32,
     power_of_two: Int32,
     tiles: Int32,
@@ -185,9 +172,9 @@ def quantize_kernel[
     beta: Int64,
     offset: Float32,
 ):
-    """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
+    """Writes matrices in 8 bits, as they lie and transposed, and the scales of both.
 
-    Grid: (k / 64, rows / TILE_ROWS / tiles). Block: 256 threads; a thread has 8 columns of four rows.
+    Grid: (columns / 64, rows / TILE_ROWS / tiles of all matrices). Block: 256 threads; a thread has 8 columns of four rows.
 
     Parameters:
         eight_bits: The type, float8_e4m3fn or float8_e5m2.
@@ -196,15 +183,7 @@ def quantize_kernel[
         N: The norm of x that is quantized.
 
     Args:
-        x: Address of the matrix [m, k] in bfloat16.
-        maxima: Address of the results of `maxima_kernel` or `norm_maxima_kernel`.
-        z: Address of the result [m, k], or 0.
-        zt: Address of the transposed result [k, pitch], or 0.
-        z_scales: Address of the scales of z [m].
-        zt_scales: Address of those of zt [k].
-        m: Rows.
-        k: Columns, a multiple of 8.
-        pitch: Bytes of a row of zt, a multiple of 16; zeros from m on.
+        matrices: The matrices, with maxima that are results of `maxima_kernel` or `norm_maxima_kernel`.
         one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
         tiles: How many tiles a block has, one below the other.
@@ -216,9 +195,21 @@ def quantize_kernel[
     """
     pdl_wait()
     pdl_trigger()
+    var matrix = matrices.pieces[0]
+    comptime if not N.has_rstd:
+        matrix = matrices.of_block(block_idx.y)
+    var maxima = matrix.maxima
+    var z = matrix.z
+    var zt = matrix.zt
+    var m = matrix.m
+    var k = matrix.k
+    var pitch = matrix.pitch
+    var first_column = Int(block_idx.x) * _TILE_COLUMNS
+    # Another matrix is wider.
+    if first_column >= Int(k):
+        return
     var thread = Int(thread_idx.x)
     var warp_here = thread // 32
-    var first_column = Int(block_idx.x) * _TILE_COLUMNS
     var own = (warp_here % _HALVES * _ACROSS + thread % _ACROSS) * LOAD
     var down = warp_here // _HALVES * 4 + thread % 32 // _ACROSS
     var column = first_column + own
@@ -228,12 +219,14 @@ def quantize_kernel[
     # Divisions take longer than all else does to a number: one thread for each scale, first those of columns.
     var r = thread - _TILE_COLUMNS
     var has_row = z != 0 and r >= 0 and r < TILE_ROWS
-    var first_row = Int(block_idx.y) * Int(tiles) * TILE_ROWS
+    var first_row = (
+        (Int(block_idx.y) - Int(matrix.first)) * Int(tiles) * TILE_ROWS
+    )
     var end = min(first_row + Int(tiles) * TILE_ROWS, max(Int(m), Int(pitch)))
     # Places of a thread in the first tile, and how many rows there are from there on.
     var row = first_row + 4 * down
     var left = Int32(Int(m) - row) if is_here else Int32(0)
-    var from_x = x + Int64(2 * (row * Int(k) + column))
+    var from_x = matrix.x + Int64(2 * (row * Int(k) + column))
     var to_z = z + Int64(row * Int(k) + column)
     var its_column = thread // 4
     comptime groups = TILE_ROWS // 16 // 4
@@ -311,8 +304,8 @@ def quantize_kernel[
             of_columns.unsafe_offset(_TILE_COLUMNS + thread).unsafe_store(
                 pair[1]
             )
-            if block_idx.y == 0:
-                at[DType.float32](zt_scales, c).unsafe_store(pair[0])
+            if first_row == 0:
+                at[DType.float32](matrix.zt_scale, c).unsafe_store(pair[0])
     for start in range(first_row, end, TILE_ROWS):
         var rows = next
         if has_row and start + r < Int(m):
@@ -321,7 +314,9 @@ def quantize_kernel[
             )
             of_rows.unsafe_offset(2 * r).unsafe_store[alignment=8](pair)
             if block_idx.x == 0:
-                at[DType.float32](z_scales, start + r).unsafe_store(pair[0])
+                at[DType.float32](matrix.z_scale, start + r).unsafe_store(
+                    pair[0]
+                )
         barrier()
         comptime if N.has_rstd:
             var its_rows = statistics.unsafe_offset(

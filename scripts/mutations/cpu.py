@@ -33,6 +33,7 @@ PROGRAMS = ("tests/ops/test_export.py", "-k", "trained")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "leave_their_maxima")
 MLP_IN_8_BITS = ("tests/ops/test_fp8_mlp.py", "-k", "test_op")
+TOGETHER = ("tests/ops/test_fp8_together.py",)
 MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -698,5 +699,29 @@ MUTATIONS = (
         "kept_of_weights([out_weight], transposed))",
         "kept_of_weights([out_weight], transposed)[:2])",
         MLP_WRITTEN,
+    ),
+    Mutation(
+        "a launch quantizes any number of matrices",
+        "cpu",
+        "fused_norm/chain/eight_bits_quantize.h",
+        "return all.size() < MOST_MATRICES && cast.dtype",
+        "return cast.dtype",
+        TOGETHER,
+    ),
+    Mutation(
+        "rows and weights with other scales are quantized by one launch",
+        "cpu",
+        "fused_norm/chain/eight_bits_quantize.h",
+        "cast.scaling == other.scaling && ",
+        "",
+        TOGETHER,
+    ),
+    Mutation(
+        "an op makes no room for the maxima that it leaves with that for others",
+        "cpu",
+        "fused_norm/chain/eight_bits_layers.h",
+        "      rooms.expect(M, N, cast, true);",
+        "",
+        TOGETHER,
     ),
 )

@@ -28,6 +28,7 @@ GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
 WEIGHT_GRADIENTS = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "lose_more or of_layers")
+TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -68,6 +69,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     KEPT_MAXIMA: (_EIGHT_BITS,),
     OF_GRADIENTS: (_EIGHT_BITS,),
     WEIGHT_GRADIENTS: (_EIGHT_BITS,),
+    TOGETHER: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -384,5 +386,21 @@ MUTATIONS = (
         "call.dweight = address(dweight);",
         "call.y = address(dweight);",
         WEIGHT_GRADIENTS,
+    ),
+    Mutation(
+        "blocks of a matrix that is quantized with others begin with another's rows",
+        "gpu",
+        "op/passes/matrices.mojo",
+        "                Int32(self.down),",
+        "                Int32(self.down // 2 * 2),",
+        TOGETHER,
+    ),
+    Mutation(
+        "only the first of matrices has scales of its columns",
+        "gpu",
+        "op/passes/quantize_by_maxima.mojo",
+        "if first_row == 0:",
+        "if block_idx.y == 0:",
+        TOGETHER,
     ),
 )

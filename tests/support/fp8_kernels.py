@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fused_norm import composition, recipes
 from fused_norm.activations import ACTIVATIONS, activated, activation_gradient, is_gate
-from fused_norm.call.record import Call, Part
+from fused_norm.call.record import MOST_MATRICES, Call, Matrix, Part
 from fused_norm.composition import Operands, Spec
 from fused_norm.norms import NORMS, by_number
 from fused_norm.recipes import E4M3, E5M2, Cast
@@ -90,10 +91,26 @@ def normalized(call: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     return z, mean, rstd
 
 
+def matrices_of(call: Any) -> list[Any]:
+    """Return the matrices of a call, as many as kernels take."""
+    if not call.parts:
+        own = (call.x, call.workspace, call.z, call.z_scale, call.zt, call.zt_scale, call.pitch)
+        return [Matrix(call.M, call.K, *own)]
+    assert 1 < call.part_count <= MOST_MATRICES
+    return [*(Matrix * call.part_count).from_address(call.parts)]
+
+
 def maxima(call: Any) -> None:
-    """Write the maxima of x: here as numbers in float32, where kernels have bits of bfloat16."""
+    """Write the maxima of each x as numbers in float32, where kernels have bits of bfloat16."""
     is_one, of_rows = bool(call.one_scale), bool(call.z)
+    if not (call.rstd or call.activation):
+        for own in matrices_of(call):
+            assert own.K % 8 == 0
+            x = at(own.x, BF16, own.M, own.K)
+            keep(own.maxima, bits_of_maxima(x, is_one, bool(own.z)))
+        return
     assert call.K % 8 == 0
+    assert not call.parts
     if call.rstd:
         assert not call.activation
         z, mean, rstd = normalized(call, at(call.x, BF16, call.M, call.K))
@@ -101,8 +118,6 @@ def maxima(call: Any) -> None:
         store(call.rstd, rstd)
         if mean is not None:
             store(call.mean, mean)
-    elif not call.activation:
-        matrices = [at(call.x, BF16, call.M, call.K)]
     else:
         da = at(call.da, BF16, call.M, call.K)
         matrices = before_activation(call, da, call.x)
@@ -136,28 +151,29 @@ def keep(address: int, found: Tensor) -> None:
 
 
 def quantize_by_maxima(call: Any) -> None:
-    x, is_one = at(call.x, BF16, call.M, call.K), bool(call.one_scale)
-    assert call.K % 8 == 0
-    if call.rstd:
-        assert TYPES[call.eight_bits] is E4M3
-        x, mean, rstd = normalized(call, x)
-        for address, numbers in ((call.mean, mean), (call.rstd, rstd)):
-            assert numbers is None or same_numbers(at(address, F32, call.M), numbers)
-    expected = bits_of_maxima(x, is_one, bool(call.z))
-    there = at(call.workspace, F32, len(expected))
-    assert same_numbers(there, expected)
-    cast = Cast(TYPES[call.eight_bits], "tensor" if is_one else "row")
-    if call.z:
-        q, scale = recipes.quantize(x, cast, bool(call.power_of_two))
-        store(call.z, q)
-        store(call.z_scale, scale.expand(call.M, 1))
-    if call.zt:
-        q, scale = recipes.quantize(x.t(), cast, bool(call.power_of_two))
-        assert call.pitch == call.M + -call.M % 16
-        zt = at(call.zt, cast.dtype, call.K, call.pitch)
-        zt.zero_()
-        zt[:, : call.M] = q
-        store(call.zt_scale, scale.expand(call.K, 1))
+    cast = Cast(TYPES[call.eight_bits], "tensor" if call.one_scale else "row")
+    rounds = bool(call.power_of_two)
+    for own in matrices_of(call):
+        x = at(own.x, BF16, own.M, own.K)
+        assert own.K % 8 == 0
+        if call.rstd:
+            assert cast.dtype is E4M3
+            x, mean, rstd = normalized(call, x)
+            for address, numbers in ((call.mean, mean), (call.rstd, rstd)):
+                assert numbers is None or same_numbers(at(address, F32, own.M), numbers)
+        expected = bits_of_maxima(x, bool(call.one_scale), bool(own.z))
+        assert same_numbers(at(own.maxima, F32, len(expected)), expected)
+        if own.z:
+            q, scale = recipes.quantize(x, cast, rounds)
+            store(own.z, q)
+            store(own.z_scale, scale.expand(own.M, 1))
+        if own.zt:
+            q, scale = recipes.quantize(x.t(), cast, rounds)
+            assert own.pitch == own.M + -own.M % 16
+            zt = at(own.zt, cast.dtype, own.K, own.pitch)
+            zt.zero_()
+            zt[:, : own.M] = q
+            store(own.zt_scale, scale.expand(own.K, 1))
 
 
 def normalize(call: Any) -> None:
@@ -274,20 +290,36 @@ def linears(call: Any) -> None:
         store(part.y, y.to(BF16))
 
 
+class Ran(list[tuple[str, int]]):
+    """The names and strategies of what ran, and how many matrices each kernel was given."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        super().__init__()
+        self.matrices = Counter[str]()
+
+    def clear(self) -> None:
+        """Forget what ran."""
+        super().clear()
+        self.matrices.clear()
+
+
 @contextmanager
-def running(folder: Path) -> Iterator[list[tuple[str, int]]]:
-    """Have the chain run these for bfloat16 on a CPU; gives the names and strategies of what ran.
+def running(folder: Path) -> Iterator[Ran]:
+    """Have the chain run these for bfloat16 on a CPU; gives what ran.
 
     Args:
         folder: Where C is compiled.
     """
-    ran: list[tuple[str, int]] = []
+    ran = Ran()
     functions = (quantize, maxima, quantize_by_maxima, normalize, linear, linears)
     kernels = dict(zip(EIGHT_BITS, functions, strict=True))
 
     def run(name: str, place: int) -> None:
         call = Call.from_address(place)
         ran.append((name, call.strategy))
+        if name in ("quantize", "maxima", "quantize_by_maxima"):
+            ran.matrices[name] += call.part_count if call.parts else 1
         kernels[name](call)
 
     with standing_in(folder, run, EIGHT_BITS):
