@@ -98,17 +98,19 @@ class Several:
                     continue
                 q, scale = recipes.quantize(v, self.cast, power_of_two)
                 numbers = found[name][:, : v.shape[1]].contiguous().view(self.cast.dtype)
-                assert_bytes(numbers, q)
-                assert_same(found[f"{name}_scale"], scale.expand(len(v), 1).contiguous())
+                assert_alike(numbers, found[f"{name}_scale"], q, scale.expand(len(v), 1))
             if "zt" in found:
                 assert not found["zt"][:, M:].any()
 
 
-def assert_bytes(found: Tensor, expected: Tensor) -> None:
-    """Compare numbers of 8 bits: bits, except those of what is no number."""
-    is_nan = expected.float().isnan()
-    assert torch.equal(found.float().isnan(), is_nan)
-    one, other = found.view(torch.uint8), expected.view(torch.uint8)
+def assert_alike(q: Tensor, scale: Tensor, expected_q: Tensor, expected_scale: Tensor) -> None:
+    """Compare bits; where a scale is infinite, what all stands for is no number."""
+    finite = expected_scale.isfinite()
+    assert torch.equal(scale.isfinite(), finite)
+    assert torch.equal(scale[finite], expected_scale[finite])
+    is_nan = (expected_q.float() * expected_scale).isnan()
+    assert torch.equal((q.float() * scale).isnan(), is_nan)
+    one, other = q.view(torch.uint8), expected_q.view(torch.uint8)
     assert torch.equal(one[~is_nan], other[~is_nan])
 
 

@@ -65,10 +65,11 @@ def exact(columns: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor
 def test_sums(shape: tuple[int, int, int], dtype: Any) -> None:
     columns, rows = operands(*shape, dtype)
     found, expected = computed(columns, rows), exact(columns, rows)
-    # What bfloat16 loses of the result.
+    # Twice what bfloat16 loses of the result at most.
     error = (found.double() - expected).abs()
     assert (error <= 2**-7 * expected.abs()).all(), (error / expected).max()
-    assert decibels(expected, found.double()) > 54
+    # Half of that, and the little that tensor cores cut off.
+    assert decibels(expected, found.double()) > 53
     assert torch.equal(found, computed(columns, rows))
 
 
@@ -109,4 +110,4 @@ def test_gradients_of_layers(scaling: str, count: int) -> None:
     rows = recipes.quantize(x.t().contiguous(), Cast(E4M3, scaling), True)
     for dy, dweight in zip(dys, found, strict=True):
         columns = recipes.quantize(dy.t().contiguous(), Cast(kind, scaling), True)
-        assert decibels(exact(columns, rows), dweight.double()) > 54
+        assert decibels(exact(columns, rows), dweight.double()) > 53

@@ -256,6 +256,12 @@ def linear(call: Any) -> None:
         da = product(call, call.N, call.weight, call.weight_scale, 0).to(BF16)
         keep_all(call.workspace, before_activation(call, da, call.dh), bool(call.one_scale), True)
         return
+    if call.dweight:
+        others = (call.y, call.bias, call.up, call.residual, call.y_scale, call.activation)
+        assert not any(others)
+        dweight = product(call, call.N, call.weight, call.weight_scale, 0)
+        store(call.dweight, dweight.to(BF16))
+        return
     h = product(call, call.N, call.weight, call.weight_scale, call.bias)
     if call.up:
         h = torch.cat([h, product(call, call.N, call.up, call.up_scale, call.up_bias)], 1)

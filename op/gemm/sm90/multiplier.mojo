@@ -33,8 +33,8 @@ from .wgmma import (
 # After this many k blocks, the stores of the previous tile are complete.
 comptime _STORED = 4
 # After this many k blocks, tensor cores start with sums of nothing where they are added up in float32: what they lose of
-# 1024 products is far below what operands of 8 bits lose (docs/hopper-log.md, "Sums of gradients").
-comptime _PROMOTED = UInt32(8)
+# 512 products is far below what operands of 8 bits lose (docs/hopper-log.md, "Sums of gradients").
+comptime _PROMOTED = UInt32(4)
 # The first of the block's barriers at which alternating consumers wait for each other; those
 # before are for the threads of each consumer.
 comptime _PING_PONG = Int32(3)
