@@ -71,7 +71,9 @@ def check_rows(kernels: Kernels) -> dict[str, Any]:
     """Compare quantized rows with the reference bit by bit."""
     wrong = {"q": 0, "scale": 0, "q of norms, of a million": 0.0}
     errors = {"mean": 0.0, "rstd": 0.0, "scale of norms": 0.0}
-    for M, K in [(333, 144), (8192, 4096), (7, 16), (64, 14336), (20, 16384), (9, 20480)]:
+    # Rows of a warp and of a block, many and few, in one load of a thread and more; longer ones.
+    short = [(333, 144), (7, 16), (9001, 648), (4999, 1024), (2100, 1160), (300, 2560)]
+    for M, K in [*short, (8192, 4096), (700, 7168), (64, 14336), (20, 16384), (9, 20480)]:
         x = (torch.randn(M, K, device="cuda") * 3 + torch.randn(M, 1, device="cuda") * 2).to(BF16)
         x[0] = 0
         x[1, 3] = 1000 * x[1].float().abs().max()

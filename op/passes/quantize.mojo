@@ -5,6 +5,7 @@ from std.sys import size_of
 from ..call import Call
 from ..device import Gpu
 from ..rows.launch import launch_rows
+from ..rows.launch_stream import launch_streamed
 from ..rows.operands import Operands, accumulator
 from ..rows.programs.quantize import (
     NormQuantize,
@@ -54,9 +55,9 @@ def run_normalize_quantized[
         else:
             raise Error("norms with scales of blocks take features of x's type")
     elif call.residual != 0:
-        launch_rows[NormQuantize[True], dtype, ftype](gpu, rows)
+        launch_streamed[NormQuantize[True], dtype, ftype](gpu, rows)
     else:
-        launch_rows[NormQuantize[], dtype, ftype](gpu, rows)
+        launch_streamed[NormQuantize[], dtype, ftype](gpu, rows)
 
 
 def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:

@@ -22,15 +22,14 @@ from max.gpu import (
     thread_idx,
     warp_id,
 )
-from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import ceildiv
-from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..pdl import LINE, pdl_trigger, pdl_wait, prefetch
 from .gpu_elements import GlobalPointer, load_row
+from .gpu_place import Place, SharedPointer, reduction_room
 from .gpu_row import ColumnSums, RowReader
 from .operands import Operands, accumulator
 from .program import RowProgram
@@ -39,10 +38,6 @@ from .values import CAPACITY, Redo, Row, Terms, Values
 
 # Rows that take less time than the misses of their features.
 comptime _FEW_ROWS = 64
-
-comptime _SharedPointer[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
 
 
 @always_inline
@@ -67,7 +62,7 @@ def _reduce[
     row: Row[dtype],
     sums: Terms[dtype, 1],
     mut totals: Terms[dtype, 1],
-    shared: _SharedPointer[dtype],
+    shared: SharedPointer[dtype],
     mut flip: Int,
 ):
     """Reduces the terms of a pass over all threads of a row, in a fixed order, and finishes them.
@@ -145,35 +140,17 @@ def row_kernel[
         shape.resident or not shape.persistent
     ), "persistent blocks keep their rows in registers"
     comptime if not shape.persistent and P.features > 0:
-        _prefetch_features[P, ftype](operands)
+        prefetch_features[P, ftype](operands)
     pdl_wait()
     pdl_trigger()
-    var shared = stack_allocation[
-        2 * P.stages * CAPACITY * ceildiv(shape.threads, WARP_SIZE),
-        Scalar[accum],
-        address_space=AddressSpace.SHARED,
-    ]()
+    var shared = reduction_room[P, accum, shape]()
     var flip = 0
-    var rows = Int(operands.rows)
-
-    var lane = thread_idx.x
-    var threads = block_dim.x
-    var index = block_idx.x
-    var row_step = grid_dim.x
-    var group = block_idx.y
-    comptime if not shape.whole_block:
-        lane = lane_id()
-        threads = WARP_SIZE
-        var warps = block_dim.x // WARP_SIZE
-        index = block_idx.x * warps + warp_id()
-        row_step = grid_dim.x * warps
-    # rows of a group follow each other
-    var end = rows
-    index += group * rows
-    end += group * rows
-    var start = Int32(lane * shape.width)
-    var step = Int32(threads * shape.width)
-
+    var place = Place.__init__[shape](Int(operands.rows))
+    var index = place.index
+    var end = place.end
+    var group = place.group
+    var start = place.start
+    var step = place.step
     var columns = ColumnSums[P, accum, shape](fill=0)
     comptime if shape.persistent:
         comptime ahead = shape.blocks == 1
@@ -184,18 +161,18 @@ def row_kernel[
             var next = reader
             comptime if ahead:
                 next.load_inputs(
-                    operands, min(index + row_step, end - 1), start, step
+                    operands, min(index + place.row_step, end - 1), start, step
                 )
             else:
                 reader.load_inputs(operands, index, start, step)
             reader.load_addend(operands, index, start, step)
             reader.load_features(operands, group, start, step)
-            _resident_row(
+            resident_row(
                 operands, index, reader, start, step, shared, flip, columns
             )
             comptime if ahead:
                 reader = next
-            index += row_step
+            index += place.row_step
         comptime if P.columns > 0:
             if operands.column_sums != 0:
                 _store_columns[P, shape](operands, columns, start, step)
@@ -208,7 +185,7 @@ def row_kernel[
             reader.load_inputs(operands, index, start, step)
             reader.load_addend(operands, index, start, step)
             reader.load_features(operands, group, start, step)
-            _resident_row(
+            resident_row(
                 operands, index, reader, start, step, shared, flip, columns
             )
         else:
@@ -218,8 +195,16 @@ def row_kernel[
 
 
 @always_inline
-def _prefetch_features[P: RowProgram, ftype: DType](operands: Operands[...]):
-    """Has the features of a few rows fetched while the kernel before ends. Those of more are soon in the cache."""
+def prefetch_features[P: RowProgram, ftype: DType](operands: Operands[...]):
+    """Has the features of a few rows fetched while the kernel before ends. Those of more are soon in the cache.
+
+    Parameters:
+        P: The row program.
+        ftype: The type of the features.
+
+    Args:
+        operands: The tensors.
+    """
     if operands.rows > _FEW_ROWS:
         return
     var bytes = Int(operands.length) * size_of[ftype]()
@@ -230,19 +215,42 @@ def _prefetch_features[P: RowProgram, ftype: DType](operands: Operands[...]):
 
 
 @always_inline
-def _resident_row[
-    P: RowProgram, dtype: DType, ftype: DType, shape: Shape, //
+def resident_row[
+    P: RowProgram,
+    dtype: DType,
+    ftype: DType,
+    shape: Shape,
+    in_stream: Bool,
+    //,
 ](
     operands: Operands[accumulator[dtype]()],
     index: Int,
-    reader: RowReader[P, dtype, ftype, shape],
+    reader: RowReader[P, dtype, ftype, shape, in_stream],
     start: Int32,
     step: Int32,
-    shared: _SharedPointer[accumulator[dtype]()],
+    shared: SharedPointer[accumulator[dtype]()],
     mut flip: Int,
     mut columns: ColumnSums[P, accumulator[dtype](), shape],
 ):
-    """Takes a row that is in registers through all passes."""
+    """Takes a row that is in registers through all passes.
+
+    Parameters:
+        P: The row program.
+        dtype: The type of the inputs.
+        ftype: The type of the features.
+        shape: What a thread holds.
+        in_stream: Whether it is one of many rows, as for `RowReader`.
+
+    Args:
+        operands: The tensors.
+        index: The row's index.
+        reader: What the thread holds of it.
+        start: The first element's index.
+        step: The distance of two loads.
+        shared: The `reduction_room`.
+        flip: Which half of it is next.
+        columns: Receives the terms of sums over rows.
+    """
     var totals = Terms[accumulator[dtype](), 1](fill={})
     comptime for p in range(P.passes + 1):
         var sums = P.identities[accumulator[dtype](), 1]()
@@ -271,7 +279,7 @@ def _long_row[
     group: Int,
     start: Int32,
     step: Int32,
-    shared: _SharedPointer[accumulator[dtype]()],
+    shared: SharedPointer[accumulator[dtype]()],
 ):
     """Takes a row of any length through all passes, reading it in each.
 

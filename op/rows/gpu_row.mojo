@@ -28,9 +28,13 @@ Parameters:
 """
 
 
-struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
-    TrivialRegisterPassable
-):
+struct RowReader[
+    P: RowProgram,
+    dtype: DType,
+    ftype: DType,
+    shape: Shape,
+    in_stream: Bool = False,
+](TrivialRegisterPassable):
     """What a thread holds of a row: packed inputs and features.
 
     Parameters:
@@ -38,6 +42,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         dtype: The type of the inputs.
         ftype: The type of the features.
         shape: What a thread holds.
+        in_stream: Whether it is one of many rows: features are held as they are computed with, in more registers, and all
+            loads but the last are inside of rows.
     """
 
     comptime width = Self.shape.width
@@ -46,6 +52,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
     """Loads per input."""
     comptime accum = accumulator[Self.dtype]()
     """The type computed in."""
+    comptime held = Self.accum if Self.in_stream else Self.ftype
+    """The type that features are held in."""
     comptime has_early_addend = Self.P.has_addend and Self.tile == 1
     """Whether registers suffice to load what is added to the first output ahead of the sums over the row."""
 
@@ -54,7 +62,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
     ]
     """Loads of the first input, then of the next."""
     var features: StaticTuple[
-        SIMD[Self.ftype, Self.width], max(1, Self.P.features * Self.tile)
+        SIMD[Self.held, Self.width], max(1, Self.P.features * Self.tile)
     ]
     """Loads of the first feature, then of the next."""
     var addend: SIMD[Self.dtype, Self.width]
@@ -172,18 +180,36 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                         start + Int32(i) * step,
                         operands.length - Int32(Self.width),
                     )
-                    self.features[k * Self.tile + i] = address.unsafe_offset(
-                        Int(column)
-                    ).unsafe_load[
-                        width=Self.width,
-                        alignment=min(16, Self.width * size_of[Self.ftype]()),
-                        invariant=True,
-                    ]()
+                    self.features[k * Self.tile + i] = Self._held[k](
+                        operands,
+                        address.unsafe_offset(Int(column)).unsafe_load[
+                            width=Self.width,
+                            alignment=min(
+                                16, Self.width * size_of[Self.ftype]()
+                            ),
+                            invariant=True,
+                        ](),
+                    )
             else:
                 comptime for i in range(Self.tile):
-                    self.features[k * Self.tile + i] = operands.absent[k].cast[
-                        Self.ftype
-                    ]()
+                    self.features[k * Self.tile + i] = Self._held[k](
+                        operands, operands.absent[k].cast[Self.ftype]()
+                    )
+
+    @always_inline
+    @staticmethod
+    def _held[
+        k: Int
+    ](
+        operands: Operands[Self.accum], feature: SIMD[Self.ftype, Self.width]
+    ) -> SIMD[Self.held, Self.width]:
+        """Returns elements of a feature as they are held."""
+        comptime if not Self.in_stream:
+            return rebind[SIMD[Self.held, Self.width]](feature)
+        var wide = widen[Self.accum](feature)
+        comptime if k == 0:
+            wide += operands.offset
+        return rebind[SIMD[Self.held, Self.width]](wide)
 
     @always_inline
     def values(
@@ -205,7 +231,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
             v[Self.P.inputs + k] = widen[Self.accum](
                 self.features[k * Self.tile + i]
             )
-            comptime if k == 0:
+            comptime if k == 0 and not Self.in_stream:
                 v[Self.P.inputs] += operands.offset
         return v
 
@@ -241,7 +267,9 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """
         comptime for i in range(Self.tile):
             var column = start + Int32(i) * step
-            var valid = column < operands.length
+            var valid = True
+            comptime if not Self.in_stream or i == Self.tile - 1:
+                valid = column < operands.length
             var terms = Terms[Self.accum, Self.width](
                 fill=Values[Self.accum, Self.width]()
             )
@@ -269,6 +297,30 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                     self.store(operands, index, i, column, v)
 
     @always_inline
+    def store_sum(
+        self, operands: Operands[Self.accum], index: Int, i: Int, column: Int32
+    ):
+        """Stores the sums of inputs and residuals, if there are residuals and the sums are wanted.
+
+        Args:
+            operands: The tensors.
+            index: The row's index.
+            i: Which load they are of.
+            column: The first element's index.
+        """
+        comptime if Self.P.has_residual:
+            if operands.sum != 0:
+                GlobalPointer[Self.dtype](
+                    unsafe_from_address=Int(operands.sum)
+                ).unsafe_offset(
+                    index * Int(operands.length) + Int(column)
+                ).unsafe_store[
+                    alignment=Self.width * size_of[Self.dtype]()
+                ](
+                    self.inputs[i]
+                )
+
+    @always_inline
     def store(
         self,
         operands: Operands[Self.accum],
@@ -286,17 +338,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
             column: The first element's index.
             v: What the program made of them.
         """
-        comptime if Self.P.has_residual:
-            if operands.sum != 0:
-                GlobalPointer[Self.dtype](
-                    unsafe_from_address=Int(operands.sum)
-                ).unsafe_offset(
-                    index * Int(operands.length) + Int(column)
-                ).unsafe_store[
-                    alignment=Self.width * size_of[Self.dtype]()
-                ](
-                    self.inputs[i]
-                )
+        comptime if not Self.in_stream:
+            self.store_sum(operands, index, i, column)
         comptime for k in range(Self.P.outputs):
             if operands.outputs[k] != 0:
                 var output = v[k]
