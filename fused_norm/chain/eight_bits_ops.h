@@ -54,6 +54,8 @@ inline Handles normalized_in_8_bits(
   const bool of_blocks = scaling == Scaling::VECTORS;
   require_kernels(scaling == Scaling::ROW || of_blocks);
   require_kernels(x.dtype() == BFLOAT16 && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW);
+  // A row of 16 bits starts at a multiple of 16 bytes.
+  require_kernels(x.size(-1) % 8 == 0);
   // Rows stay in registers; float32 parameters would take too many of them.
   require_kernels(
       !of_blocks || (x.size(-1) <= (residual.defined() ? 8192 : 16384) &&
@@ -72,7 +74,7 @@ inline Handles normalized_in_8_bits(
       !residual.defined() ||
       (is_beside(residual, x) && residual.dtype() == BFLOAT16 &&
        are_equal(residual.sizes(), x.sizes())));
-  const auto rows = dense(x), added = dense(residual), scale_of = readable(gamma),
+  const auto rows = readable(x), added = readable(residual), scale_of = readable(gamma),
              shift_of = readable(beta);
   auto call = rows_call(x.numel() / x.size(-1), 0, kernels.context);
   call.K = x.size(-1);

@@ -28,6 +28,7 @@ GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
 WEIGHT_GRADIENTS = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "lose_more or of_layers")
+STREAMED = ("tests/ops/test_fp8_norm_hopper.py", "-k", "test_values or just_before")
 TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
@@ -70,6 +71,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     OF_GRADIENTS: (_EIGHT_BITS,),
     WEIGHT_GRADIENTS: (_EIGHT_BITS,),
     TOGETHER: (_EIGHT_BITS,),
+    STREAMED: (_EIGHT_BITS,),
 }
 
 MUTATIONS = (
@@ -402,5 +404,13 @@ MUTATIONS = (
         "if first_row == 0:",
         "if block_idx.y == 0:",
         TOGETHER,
+    ),
+    Mutation(
+        "rows are taken out of shared memory before they are there",
+        "gpu",
+        "op/rows/gpu_stream.mojo",
+        "async_copy_wait_group(Int32(Self.slots - 1))",
+        "async_copy_wait_group(Int32(Self.slots))",
+        STREAMED,
     ),
 )
