@@ -17,7 +17,7 @@ from fused_norm.recipes import E4M3, Cast
 pytestmark = on_hopper
 BF16, EPS = torch.bfloat16, 1e-5
 OPS = torch.ops.fused_norm
-# Rows of a warp and of a block, fewer and more than run at one time; the last ones are of neither.
+# Rows of a warp and of a block, fewer and more than run at once; the last ones are of neither.
 SHAPES = [(1, 8), (7, 16), (333, 144), (9001, 648), (4999, 1024), (2100, 1160), (300, 2560)]
 SHAPES += [(2000, 4096), (700, 7168), (64, 14336), (20, 16384)]
 FORMS = [(n, o, r) for n in ("layer_norm", "rms_norm") for o in (0.0, 1.0) for r in (False, True)]

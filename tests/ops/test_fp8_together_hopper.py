@@ -104,7 +104,7 @@ class Several:
 
 
 def assert_alike(q: Tensor, scale: Tensor, expected_q: Tensor, expected_scale: Tensor) -> None:
-    """Compare bits; where a scale is infinite, what all stands for is no number."""
+    """Compare bits; where a scale is infinite, all that it multiplies is NaN."""
     finite = expected_scale.isfinite()
     assert torch.equal(scale.isfinite(), finite)
     assert torch.equal(scale[finite], expected_scale[finite])

@@ -69,7 +69,7 @@ def test_sums(shape: tuple[int, int, int], dtype: Any) -> None:
     error = (found.double() - expected).abs()
     assert (error <= 2**-7 * expected.abs()).all(), (error / expected).max()
     # Half of that, and the little that tensor cores cut off.
-    assert decibels(expected, found.double()) > 53
+    assert decibels(expected, found.double()) > 52
     assert torch.equal(found, computed(columns, rows))
 
 
@@ -110,4 +110,4 @@ def test_gradients_of_layers(scaling: str, count: int) -> None:
     rows = recipes.quantize(x.t().contiguous(), Cast(E4M3, scaling), True)
     for dy, dweight in zip(dys, found, strict=True):
         columns = recipes.quantize(dy.t().contiguous(), Cast(kind, scaling), True)
-        assert decibels(exact(columns, rows), dweight.double()) > 53
+        assert decibels(exact(columns, rows), dweight.double()) > 52
