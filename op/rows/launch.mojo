@@ -140,31 +140,8 @@ def _launch_rows[
             gpu, operands, rows, align_up(ceildiv(loads, block_tile), WARP_SIZE)
         )
         return
-    launch_longer_rows[P, dtype, ftype, width, tile](gpu, operands)
-
-
-def launch_longer_rows[
-    P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
-](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
-    """Launches a program without columns on rows too long for blocks that end with them: larger blocks that go on to
-    further rows, or blocks that read a row in parts.
-
-    Parameters:
-        P: The row program.
-        dtype: The type of inputs and outputs.
-        ftype: The type of the features.
-        width: Elements of one load.
-        tile: Loads of a row that a thread has.
-
-    Args:
-        gpu: Where to run.
-        operands: The tensors.
-
-    Raises:
-        If the launch fails.
-    """
     comptime if P.inputs == 1 and not P.has_residual:
-        if ceildiv(Int(operands.length), width) <= PERSISTENT_THREADS * tile:
+        if loads <= PERSISTENT_THREADS * tile:
             _ = launch_persistent[P, dtype, ftype, width, tile](gpu, operands)
             return
     comptime if P.block_scales:

@@ -7,7 +7,7 @@ from std.sys import size_of
 from ..device import Gpu
 from ..pdl import pdl_attributes
 from .gpu_stream import stream_kernel
-from .launch import can_vectorize, launch_longer_rows
+from .launch import can_vectorize, launch_rows
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .shape import Shape
@@ -15,13 +15,15 @@ from .shape import Shape
 comptime _TILE = 4
 comptime _WARP_THREADS = 128
 comptime _BLOCK_THREADS = 256
+# Of so few rows, none has another one to overlap with.
+comptime _FEW_ROWS = 64
 
 
 def launch_streamed[
     P: RowProgram, dtype: DType, ftype: DType
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
     """Launches a program without columns that is more work than reading and storing its rows: as many blocks as there is
-    room for, each with a row or, of short rows, one for each warp. Longer rows than those are not streamed.
+    room for, each with a row or, of short rows, one for each warp. Few rows, and longer ones, go to `launch_rows`.
 
     Parameters:
         P: The row program.
@@ -33,12 +35,11 @@ def launch_streamed[
         operands: The tensors.
 
     Raises:
-        If rows do not start at multiples of 16 bytes, or the launch fails.
+        As `launch_rows`.
     """
-    if operands.rows == 0 or operands.length == 0:
+    if operands.rows <= _FEW_ROWS or not can_vectorize[dtype](operands):
+        launch_rows[P, dtype, ftype](gpu, operands)
         return
-    if not can_vectorize[dtype](operands):
-        raise Error("rows in a stream start at multiples of 16 bytes")
     comptime width = 16 // size_of[dtype]()
     # So many threads have 128 registers each, or 168: two streams take more.
     comptime sm_threads = 384 if P.has_residual else 512
@@ -53,9 +54,11 @@ def launch_streamed[
                 gpu, operands, _WARP_THREADS // WARP_SIZE, _WARP_THREADS, of_sm
             )
             return
-    # Threads that hold a row in four loads, of which some rows need only three.
+    # Threads that hold a row in four loads, of which some rows need only three. Four of two streams take more registers
+    # than there are.
+    comptime most = _TILE - 1 if P.has_residual else _TILE
     var threads = align_up(ceildiv(loads, _TILE), WARP_SIZE)
-    comptime for tile in range(_TILE - 1, _TILE + 1):
+    comptime for tile in range(_TILE - 1, most + 1):
         if threads <= _BLOCK_THREADS and loads <= threads * tile:
             comptime sm_blocks = 512 // _BLOCK_THREADS
             comptime shape = Shape(
@@ -65,7 +68,7 @@ def launch_streamed[
                 gpu, operands, 1, threads, 512 // threads
             )
             return
-    launch_longer_rows[P, dtype, ftype, width, _TILE](gpu, operands)
+    launch_rows[P, dtype, ftype](gpu, operands)
 
 
 def _launch[

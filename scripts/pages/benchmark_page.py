@@ -83,6 +83,7 @@ def _h200() -> list[str]:
         *benchmark_h100.decoding(f"{RESULTS}/h200-decode.json"),
         *benchmark_h100.blocks(f"{RESULTS}/h200-fp8-blocks.json"),
         *benchmark_trainings.models(f"{RESULTS}/h200-fp8-models.json"),
+        *benchmark_trainings.curve(),
         *benchmark_tables.members(ROOT / front_table.FAMILY, "Each op"),
         *benchmark_tables.dtypes(
             ROOT / front_table.FAMILY_DTYPES, "Each op in float16 and float32"

@@ -13,7 +13,7 @@ from benchmarks.report import size as bytes_in_words
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "benchmarks/results/h100-head-training.json"
 MODELS = "benchmarks/results/h100-fp8-models.json"
-FP8 = "benchmarks/results/h100-fp8-curve.json"
+FP8 = "benchmarks/results/h200-fp8-curve.json"
 CURVE = "docs/images/fp8-curve.png"
 PROVIDERS = {
     "eager": "eager",
@@ -31,9 +31,8 @@ RUNS = {
 
 
 def sections() -> list[str]:
-    """Return all sections as headings, sentences and tables in Markdown."""
-    head, fp8 = (json.loads((ROOT / name).read_text()) for name in (HEAD, FP8))
-    return [*_head(head), *models(MODELS), *_fp8(fp8)]
+    """Return the sections of an H100 as headings, sentences and tables in Markdown."""
+    return [*_head(json.loads((ROOT / HEAD).read_text())), *models(MODELS)]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -44,7 +43,7 @@ def sentences() -> dict[str, dict[str, str]]:
     held = {name: r["peak bytes"] - gpt2["gradients"] for name, r in gpt2["results"].items()}
     sequences, tokens = gpt2["shape"]
     last, of = fp8["last"], fp8["tokens a second"]
-    size, pages = fp8["size"], "../benchmarks/h100.md"
+    size, pages = fp8["size"], "../benchmarks"
     return {
         "docs/guide/head.md": {
             "training": f"Whole steps of GPT-2 124M, {sequences} x {tokens} tokens: "
@@ -53,7 +52,7 @@ def sentences() -> dict[str, dict[str, str]]:
             f"{rates['compile']} with `torch.compile` alone.\nActivations take "
             f"{held['fused_norm'] / held['compile']:.2f} of `torch.compile`'s memory and "
             f"{held['fused_norm'] / held['eager']:.2f} of eager's. "
-            f"[All of it]({pages}#training-steps-with-the-head).\n",
+            f"[All of it]({pages}/h100.md#training-steps-with-the-head).\n",
         },
         "docs/guide/fp8.md": {
             "training": f"A GPT of {size['layers']} layers of {size['width']:,} features, trained "
@@ -61,8 +60,7 @@ def sentences() -> dict[str, dict[str, str]]:
             f"{last['fused_norm']:.4f}\n(torchao {last['torchao']:.4f}, bfloat16 "
             f"{last['bfloat16']:.4f} and, from another seed, {last['bfloat16-again']:.4f}), at "
             f"{of['fused_norm']:,} characters a second\n(torchao {of['torchao']:,}, bfloat16 "
-            f"{of['bfloat16']:,}): layers of {size['width']:,} features are too narrow for FP8 to "
-            f"pay in training.\n[The curves]({pages}#a-training-in-fp8).\n",
+            f"{of['bfloat16']:,}). [The curves]({pages}/h200.md#a-training-in-fp8).\n",
         },
     }
 
@@ -117,7 +115,9 @@ def models(path: str) -> list[str]:
     ]
 
 
-def _fp8(run: dict[str, Any]) -> list[str]:
+def curve() -> list[str]:
+    """Return the section on a training in FP8."""
+    run = json.loads((ROOT / FP8).read_text())
     size, last, rates = run["size"], run["last"], run["tokens a second"]
     rows = [[text, f"{last[name]:.4f}", f"{rates[name]:,}"] for name, text in RUNS.items()]
     image = Path(CURVE).relative_to("docs")

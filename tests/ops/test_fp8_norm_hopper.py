@@ -17,8 +17,19 @@ from fused_norm.recipes import E4M3, Cast
 pytestmark = on_hopper
 BF16, EPS = torch.bfloat16, 1e-5
 OPS = torch.ops.fused_norm
-# Rows of a warp and of a block, fewer and more than run at once; the last ones are of neither.
-SHAPES = [(1, 8), (7, 16), (333, 144), (9001, 648), (4999, 1024), (2100, 1160), (300, 2560)]
+# Few rows; those of a warp and of a block, fewer and more than run at once; the last ones are of
+# neither.
+SHAPES = [
+    (1, 8),
+    (7, 16),
+    (64, 1024),
+    (65, 1024),
+    (333, 144),
+    (9001, 648),
+    (4999, 1024),
+    (2100, 1160),
+    (300, 2560),
+]
 SHAPES += [(2000, 4096), (700, 7168), (64, 14336), (20, 16384)]
 FORMS = [(n, o, r) for n in ("layer_norm", "rms_norm") for o in (0.0, 1.0) for r in (False, True)]
 
@@ -37,17 +48,16 @@ def expected_of(
     return total, v if beta is None else v + beta.double()
 
 
-def assert_near(found: list[Tensor], total: Tensor, z: Tensor, power_of_two: bool) -> None:
-    """Compare scales, and numbers: next ones only where a rounding of statistics decides."""
+def assert_near(found: list[Tensor], z: Tensor, power_of_two: bool, few: float) -> None:
+    """Compare scales, and numbers: few are next ones, where a rounding decides."""
     _, q, scale = found
     _, own = recipes.quantize(z.float(), Cast(E4M3, "row"), power_of_two)
     is_near = (scale / own - 1).abs() <= 2e-6
     # A power of two is the next one where the largest number is at its edge.
     assert is_near.float().mean() > (0.99 if power_of_two else 0.9999)
     again = (z.float() / scale).clamp(-448, 448).to(E4M3)
-    other = again.view(torch.uint8) != q.view(torch.uint8)
-    assert other.float().mean() < 2e-4
     gap = (again.float() - q.float()).abs()
+    assert (gap > 0).sum() <= 3 + few * gap.numel()
     assert (gap <= 2**-3 * again.float().abs() + 2**-9).all()
 
 
@@ -66,7 +76,10 @@ def test_values(shape: tuple[int, int], dtype: torch.dtype, power_of_two: bool) 
         how = (normalization, EPS, offset, "row", power_of_two)
         found = OPS.fp8_norm(x, residual, *own, *how)
         total, z = expected_of(x, residual, own, normalization, offset)
-        assert_near(found, total, z, power_of_two)
+        # Without a mean and a gamma, a number has to the largest one the ratio of two numbers of
+        # bfloat16: some are just between two of 8 bits.
+        is_ratio = normalization == "rms_norm" and not power_of_two
+        assert_near(found, z, power_of_two, 2e-3 if is_ratio else 2e-5)
         if has_residual:
             assert torch.equal(found[0], total)
         for one, other in zip(found, OPS.fp8_norm(x, residual, *own, *how), strict=True):

@@ -50,7 +50,6 @@ def test_trainings_stopped_and_resumed(
     content: dict[str, Any] = json.loads((out / "fp8-curve.json").read_text())
     losses = content["losses"]
     assert set(losses) == set(script.RUNS)
-    assert set(content["tokens a second"]) == {"bfloat16", "torchao", "fused_norm"}
     assert {len(each) for each in losses.values()} == {3}
     assert losses["bfloat16"][0] == pytest.approx(stopped[0], abs=1e-4)
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -71,14 +70,13 @@ def test_a_worse_training_is_said_to_be(
     out = tmp_path / "out"
     out.mkdir()
     for last, expected in ((2.03, 0), (2.2, 1)):
-        values = {"fused_norm": last, "torchao": 2.0}
-        values |= dict(zip(script.SEEDS, (2.0, 2.02, 2.01, 2.015), strict=True))
+        values = {"bfloat16": 2.0, "bfloat16-again": 2.02, "fused_norm": last, "torchao": 2.0}
         for name, loss in values.items():
             curve = {"losses": [loss] * 20, "seconds": [1.0] * 20, "memory": None}
             content = {"environment": {}, "size": size, "recipe": "rowwise", "curve": curve}
             (out / f"{name}.json").write_text(json.dumps(content))
         assert script.main(arguments(tmp_path)) == expected
-    assert "above all" in capsys.readouterr().out
+    assert "above both" in capsys.readouterr().out
 
 
 def test_the_model_has_a_hundred_million_parameters(script: ModuleType) -> None:
