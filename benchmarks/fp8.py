@@ -1,6 +1,6 @@
 """Blocks in FP8 on a GPU, against bfloat16, torchao and their FP8 products alone.
 
-    poe bench --fp8 [--block NAME] [--mode forward] [--json FILE]
+    poe bench --fp8 [--block NAME] [--mode forward] [--json FILE] [--plot FILE]
 
 Times are of CUDA graphs, interleaved, in a new random order in each round. `products` are
 `torch._scaled_mm` with scales of rows, of operands that have been quantized before, and attention:
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -231,11 +232,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--seconds", type=float, default=0.3, help="for each (default: 0.3)")
     parser.add_argument("--json", type=Path, help="results; its cases that are not measured stay")
+    parser.add_argument("--plot", type=Path, help="file of a plot, which needs matplotlib")
+    parser.add_argument("--from-json", type=Path, help="show results instead of measuring")
     parser.add_argument("--commit", help="what is measured, where there is no repository")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+    if options.from_json:
+        found = json.loads(options.from_json.read_text())
+        for case in found["cases"]:
+            Console().print(table([case]))
+    elif not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         print("SKIPPED: needs a GPU that has FP8")
         return 0
+    else:
+        found = _measured(options, blocks)
+    if options.plot:
+        # It needs matplotlib.
+        from benchmarks import fp8_plot
+
+        fp8_plot.plot(found, options.plot, options.from_json or options.json)
+    return 0
+
+
+def _measured(options: argparse.Namespace, blocks: dict[str, Member]) -> dict[str, Any]:
     # Dynamo counts all compilations of one function, and would stop at eight.
     torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda", torch.cuda.current_device())
@@ -251,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found["cases"] = [*others, case]
             document.show(case, table([case]))
             document.write(found, options.json)
-    return 0
+    return found
 
 
 if __name__ == "__main__":

@@ -141,7 +141,13 @@ def blocks(path: str) -> list[str]:
         "operands quantized before, and attention. Weights are random: hidden rows of a frozen "
         "gate stay in 8 bits, which [trained weights may not allow](../guide/fp8.md).\n",
         markdown.table(header, rows, right=range(1, len(header))),
+        f"![Blocks in FP8: time over eager bfloat16](../{_picture(path)})\n",
     ]
+
+
+def _picture(path: str) -> str:
+    """Return what `poe bench --fp8 --from-json PATH --plot docs/PICTURE` writes."""
+    return f"images/{Path(path).stem}.png"
 
 
 def decoding(path: str) -> list[str]:
