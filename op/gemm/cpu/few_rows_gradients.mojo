@@ -163,7 +163,8 @@ def _store[
 ):
     comptime B = Blocking[dtype]
     comptime Acc = SIMD[B.accum, B.width]
-    var panels = ceildiv(columns, B.tile_n)
+    var whole = columns // B.tile_n
+    var left = columns - whole * B.tile_n
     for row in range(rows):
         var factors = Array[Acc, depth](fill=Acc(0))
         comptime for d in range(depth):
@@ -172,20 +173,40 @@ def _store[
                 .unsafe_load()
                 .cast[B.accum]()
             )
-        for panel in range(panels):
-            var first = panel * B.tile_n
-            var vectors = min(B.tile_vectors, ceildiv(columns - first, B.width))
-            var steps = b.unsafe_offset(panel * B.panel_size(depth))
-            for v in range(vectors):
-                var sums = Acc(0)
-                comptime for d in range(depth):
-                    var step = steps.unsafe_offset((d * vectors + v) * B.width)
-                    sums = factors[d].fma(
-                        step.unsafe_load[width=B.width]().cast[B.accum](), sums
-                    )
-                var column = first + v * B.width
-                store_first(
-                    c.at(row, column),
-                    converted[dtype](sums),
-                    columns - column,
+        for panel in range(whole):
+            _store_vectors[dtype, depth, B.tile_vectors](
+                c.part(row, panel * B.tile_n),
+                factors,
+                b.unsafe_offset(panel * B.panel_size(depth)),
+                B.tile_n,
+            )
+        comptime for vectors in range(1, B.tile_vectors + 1):
+            if ceildiv(left, B.width) == vectors:
+                _store_vectors[dtype, depth, vectors](
+                    c.part(row, whole * B.tile_n),
+                    factors,
+                    b.unsafe_offset(whole * B.panel_size(depth)),
+                    left,
                 )
+
+
+@always_inline
+def _store_vectors[
+    dtype: DType, depth: Int, vectors: Int
+](
+    c: Matrix[dtype],
+    factors: Array[SIMD[Blocking[dtype].accum, Blocking[dtype].width], depth],
+    steps: Buffer[Blocking[dtype].operand],
+    columns: Int,
+):
+    """Stores a row's part of a panel: a loop over so few vectors takes longer than they do."""
+    comptime B = Blocking[dtype]
+    comptime for v in range(vectors):
+        var sums = SIMD[B.accum, B.width](0)
+        comptime for d in range(depth):
+            var step = steps.unsafe_offset((d * vectors + v) * B.width)
+            sums = factors[d].fma(
+                step.unsafe_load[width=B.width]().cast[B.accum](), sums
+            )
+        comptime column = v * B.width
+        store_first(c.at(0, column), converted[dtype](sums), columns - column)

@@ -13,6 +13,7 @@ the order of the memory is faster (`few_rows_gradients.mojo`).
 Rows of h become rows of dx when all columns are there.
 """
 
+from std.atomic import Atomic
 from std.math import ceildiv
 
 from ...gemm.cpu.blocking import Blocking
@@ -22,7 +23,7 @@ from ...gemm.cpu.few_rows_gradients import (
     multiply_by_rows,
     store_outer_products,
 )
-from ...gemm.cpu.memory import Matrix, buffer
+from ...gemm.cpu.memory import Buffer, Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
 from ...gemm.cpu.pack_left import pack_left_panels
@@ -30,7 +31,7 @@ from ...gemm.cpu.product import Packed, multiply_panel
 from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
-from .backward_plan import BackwardPlan
+from .backward_plan import COUNTER, BackwardPlan
 from .input_gradient import finish_input_gradient
 from .job import Job
 from .normalize import NormalizeRows
@@ -57,6 +58,8 @@ def run_few_rows[
     var chunks = ceildiv(job.call[].N, CHUNK)
     team.run(_prepare_part[dtype, ThisNorm], chunks + panels, job)
     if plan.input_tasks + plan.weight_tasks > 0:
+        for worker in range(plan.workers):
+            _taken(job).unsafe_offset(worker * COUNTER).unsafe_store(0)
         team.run(
             with_tiles[dtype, _multiply_part[dtype, ThisNorm]],
             plan.workers,
@@ -141,19 +144,32 @@ def _prepare_z[dtype: DType, ThisNorm: Norm](job: _Job[dtype], panel: Int):
 def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     """Takes tiles of h, then tiles of dW, until none is left.
 
-    The large tasks come first, so that the small ones fill the gaps.
+    The large tasks come first, so that the small ones fill the gaps. Tiles of dW are those of this worker before those of
+    others: memory that the last call used is in the cache of the core that wrote it, and far from the next one.
     """
     ref job = data.unsafe_bitcast[_Job[dtype]]()[]
     ref plan = job.plan
     var own = job.workspace + plan.own + worker * plan.own_bytes
     while True:
         var task = job.take()
-        if task < plan.input_tasks:
-            _h_task[dtype, ThisNorm](job, task, own)
-        elif task < plan.input_tasks + plan.weight_tasks:
-            _weight_task(job, task - plan.input_tasks, own)
-        else:
-            return
+        if task >= plan.input_tasks:
+            break
+        _h_task[dtype, ThisNorm](job, task, own)
+    for i in range(plan.workers):
+        var owner = (worker + i) % plan.workers
+        var first = plan.weight_tasks * owner // plan.workers
+        var last = plan.weight_tasks * (owner + 1) // plan.workers
+        while True:
+            var task = first + Int(
+                Atomic.fetch_add(_taken(job).unsafe_offset(owner * COUNTER), 1)
+            )
+            if task >= last:
+                break
+            _weight_task(job, task, own)
+
+
+def _taken[dtype: DType](job: _Job[dtype]) -> Buffer[DType.int64]:
+    return job.at[DType.int64](job.plan.counters)
 
 
 def _h_task[

@@ -38,6 +38,10 @@ comptime MOST_PACKED_BYTES = 1 << 26
 """Up to this size dy and x_hat are packed once for all tiles of dW, where packing takes as long as tiles do."""
 
 
+comptime COUNTER = CACHE_LINE // 8
+"""Elements from one counter to the next."""
+
+
 struct BackwardPlan[dtype: DType](Copyable, Movable):
     """The tasks and the workspace of a backward, as offsets from its start.
 
@@ -52,6 +56,8 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
     """Whether dx is divided into tiles of columns instead of slabs of rows."""
     var workers: Int
     """Threads that take tasks."""
+    var counters: Int
+    """Few rows: how many tiles of dW were taken of each worker's."""
     var panels: Int
     """Panels of `tile_n` features."""
     var slabs: Slabs
@@ -199,6 +205,10 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
             M if size_of[Self.dtype]() == size_of[B.accum]() else 0
         )
         self.dy_stride = align_up(M, B.step) * B.tile_m
+        # A line for each, as they are written at the same time.
+        self.counters = arena.take[DType.int64](
+            self.workers * COUNTER if self.few_rows else 0
+        )
         self.dy = arena.next
         self.dy_panels = arena.next
         self.z = arena.next

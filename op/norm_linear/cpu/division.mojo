@@ -1,6 +1,7 @@
 """How forward and backward divide their work: whether rows are few, and how many threads pay off."""
 
 from ...call import Call
+from ...gemm.cpu.few_rows_gradients import MOST_ROWS
 
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
@@ -10,6 +11,11 @@ comptime SERIAL_PRODUCTS = 1 << 19
 
 comptime SERIAL_WEIGHT = 1 << 16
 """Elements of a weight that one thread reads sooner."""
+
+
+comptime SERIAL_GRADIENT = 1 << 17
+"""Elements of a weight's gradient that one thread writes sooner than any number of threads, and half as many as one
+writes sooner than two: what the last call wrote is in the caches of several cores."""
 
 
 def workers(call: Call) -> Int:
@@ -23,4 +29,7 @@ def workers(call: Call) -> Int:
     """
     var weight = call.K * call.N
     var is_small = call.M * weight < SERIAL_PRODUCTS and weight < SERIAL_WEIGHT
+    if call.dweight != 0 and call.M <= MOST_ROWS:
+        # Threads save all of the time but one part for each.
+        is_small |= weight * (call.threads - 1) < SERIAL_GRADIENT * call.threads
     return 1 if is_small else call.threads
