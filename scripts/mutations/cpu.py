@@ -724,4 +724,12 @@ MUTATIONS = (
         "",
         TOGETHER,
     ),
+    Mutation(
+        "the tiles of a weight's gradient that are left when each worker has as many are not taken",
+        "cpu",
+        "op/norm_linear/cpu/backward_few_rows.mojo",
+        "plan.weight_tasks * (owner + 1) // plan.workers",
+        "plan.weight_tasks // plan.workers * (owner + 1)",
+        ("tests/op/norm_linear/test_few_rows.py", "-k", "test_threads_and_alignment"),
+    ),
 )
