@@ -92,7 +92,7 @@ struct Matrices(ImplicitlyCopyable, KernelArgument, Movable):
     """The matrices of a launch, one below the other: a row of blocks is of one of them."""
 
     var pieces: StaticTuple[Piece, MOST_MATRICES]
-    """The matrices; behind the last one, its copies that no row of blocks is of."""
+    """The matrices; what is behind the last one begins after all rows of blocks."""
     var across: Int
     """Columns of the widest one."""
     var down: Int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs import replayed
+from cuda_graphs import assert_same_in_graphs_and_after_writes, replayed
 from fp8_bounds import (
     BOUNDED,
     CASES,
@@ -18,7 +18,6 @@ from fp8_bounds import (
     NORMS,
     adversarial,
     assert_clean_but_for,
-    assert_same_in_graphs_and_after_writes,
     exact,
     exact_hidden,
     frozen,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs import replayed
-from fp8_bounds import NORMS, adversarial, assert_same_in_graphs_and_after_writes, hidden_of, matrix
+from cuda_graphs import assert_same_in_graphs_and_after_writes, replayed
+from fp8_bounds import NORMS, adversarial, hidden_of, matrix
 from fp8_columns import (
     LOST,
     K,

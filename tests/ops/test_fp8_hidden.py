@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import assert_same_in_graphs_and_after_writes, same
+from cuda_graphs import assert_same_in_graphs_and_after_writes
+from fp8_bounds import same
 from fp8_kernels import running
 from fp8_products import LEAST, SHORT, decibels
 from kernel_harness import Guarded

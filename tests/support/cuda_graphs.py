@@ -34,3 +34,21 @@ def replayed(
             graph.replay()
         stream.synchronize()
     return y
+
+
+def assert_same_in_graphs_and_after_writes(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Compare calls in CUDA graphs, and on rows that are written just before and after them.
+
+    Args:
+        run: The call.
+        x: The rows.
+    """
+    expected = run(x)
+    for _ in range(20):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(100_000)
+        late.copy_(x)
+        found = run(late)
+        late.fill_(float("nan"))
+        assert torch.equal(found, expected)
+    assert torch.equal(replayed(run, x, times=3), expected)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_graphs import replayed
 from fp8_products import LEAST, decibels
 from torch import Tensor
 from torch.nn import functional
@@ -241,19 +240,6 @@ def exact(given: list[Any]) -> Tensor:
         if w is not None
     ]
     return activated(given[8], torch.cat(ys, 1))
-
-
-def assert_same_in_graphs_and_after_writes(mlp: fn.LayerNormMLP, x: Tensor) -> None:
-    """Compare calls in CUDA graphs, and on rows that are written just before and after them."""
-    expected = mlp(x)
-    for _ in range(20):
-        late = torch.zeros_like(x)
-        torch.cuda._sleep(100_000)
-        late.copy_(x)
-        y = mlp(late)
-        late.fill_(float("nan"))
-        assert torch.equal(y, expected)
-    assert torch.equal(replayed(mlp, x, times=3), expected)
 
 
 def assert_one_scale_by_the_backend(model: torch.nn.Module, x: Tensor) -> None:

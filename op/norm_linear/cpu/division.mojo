@@ -14,8 +14,8 @@ comptime SERIAL_WEIGHT = 1 << 16
 
 
 comptime SERIAL_GRADIENT = 1 << 17
-"""Elements of a weight's gradient that one thread writes sooner than any number of threads, and half as many as one
-writes sooner than two: what the last call wrote is in the caches of several cores."""
+"""Elements of a weight's gradient that one thread writes sooner than many; twice as many sooner than two, which save half of
+the time at most. What the last call wrote is in the caches of several cores."""
 
 
 def workers(call: Call) -> Int:
