@@ -155,6 +155,58 @@ inline void add_gradients(Differentiated& of, const BeforeActivation& before, Si
   of.sizes = sizes;
 }
 
+// The layers whose gradients of weights are found together, and room for the transposed gradients of their
+// results in 8 bits, one after another.
+class StackedGradients {
+ public:
+  StackedGradients(const Tensors& dys, std::vector<size_t> layers, const Cast& cast) {
+    const auto is_whole = [&](size_t i) { return is_multiple(dys[i].size(1)); };
+    if (layers.size() < 2 || layers.size() > MOST_PARTS || cast.by_block() ||
+        !std::all_of(layers.begin(), layers.end(), is_whole)) {
+      return;
+    }
+    layers_ = std::move(layers);
+    int64_t N = 0;
+    for (const size_t i : layers_) {
+      outputs_.push_back(dys[i].size(1));
+      N += outputs_.back();
+    }
+    const auto& like = dys[layers_[0]];
+    columns_ = {
+        empty(Shape{N, padded(like.size(0))}, like, cast.dtype), empty(Shape{N, 1}, like, FLOAT32)};
+  }
+
+  // Where those of a layer go, if it is one of these.
+  Scaled place(size_t layer) const {
+    int64_t first = 0;
+    for (size_t i = 0; i < layers_.size(); first += outputs_[i++]) {
+      if (layers_[i] != layer) continue;
+      const auto& [q, scale, of_blocks] = columns_;
+      const int64_t N = outputs_[i], pitch = q.size(1);
+      return {
+          q.viewed(Shape{N, pitch}, Shape{pitch, 1}, first * pitch),
+          scale.viewed(Shape{N, 1}, Shape{1, 1}, first)};
+    }
+    return {};
+  }
+
+  bool has(size_t layer) const {
+    return std::find(layers_.begin(), layers_.end(), layer) != layers_.end();
+  }
+
+  // Puts the gradients of their weights where `found` has those of all layers.
+  void add_to(Tensors& found, const Scaled& transposed, const EightBits& kernels) const {
+    if (layers_.empty()) return;
+    const auto dweights = weight_gradients(columns_, outputs_, transposed, kernels);
+    for (size_t i = 0; i < layers_.size(); ++i) found[1 + layers_[i]] = dweights[i];
+  }
+
+ private:
+  std::vector<size_t> layers_;
+  std::vector<int64_t> outputs_;
+  Scaled columns_;
+};
+
 // The gradients of the rows, of each weight and of each bias, if wanted. Where the rows are an activation
 // whose input is given, that of the input is `before`, and there is none of the rows.
 inline Tensors layer_gradients(
@@ -164,12 +216,18 @@ inline Tensors layer_gradients(
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
   const auto transposes = [&](size_t i) { return wanted[1 + i] && has_fp8_wgrad; };
-  const auto gradient = [&](size_t i) {
-    return Unquantized{of.dys[i], grad, wanted[0], transposes(i), of.maxima[i]};
-  };
   // A gradient with maxima is quantized when its products are next: it takes more memory than others.
   const auto is_early = [&](size_t i) {
     return (wanted[0] || transposes(i)) && !of.maxima[i].defined();
+  };
+  std::vector<size_t> together;
+  for (size_t i = 0; i < count; ++i) {
+    if (of.dys[i].defined() && transposes(i) && is_early(i)) together.push_back(i);
+  }
+  const StackedGradients stacked(of.dys, std::move(together), grad);
+  const auto gradient = [&](size_t i) {
+    return Unquantized{
+        of.dys[i], grad, wanted[0], transposes(i), of.maxima[i], stacked.place(i)};
   };
   std::vector<Unquantized> early;
   bool transposes_rows = false;
@@ -220,16 +278,16 @@ inline Tensors layer_gradients(
         *before =
             product_before_activation(q.plain, layer, *input, grad, are_kept, kernels, rooms);
       } else {
-        const auto part = product(q.plain, layer, of.sizes, are_kept, kernels);
-        if (!found[0].defined()) {
-          found[0] = part;
-        } else {
-          add(found[0], part, kernels_for(part, false).passes);
-        }
+        // The gradients of the layers before are added to it.
+        const auto before_it = found[0].defined() ? found[0].rows() : found[0];
+        found[0] = product(
+            q.plain, layer, of.sizes, are_kept, kernels, 0, {}, nullptr, before_it);
       }
     }
     if (transposes(i)) {
-      found[1 + i] = weight_gradient(q.transposed, transposed, kernels);
+      if (!stacked.has(i)) {
+        found[1 + i] = weight_gradients(q.transposed, {dy.size(1)}, transposed, kernels)[0];
+      }
     } else if (wanted[1 + i]) {
       found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);
       mm(found[1 + i], dy.transposed(), of.z);
@@ -238,6 +296,7 @@ inline Tensors layer_gradients(
       found[1 + count + i] = sum_of_rows(dy, kernels_for(dy, false).passes);
     }
   }
+  stacked.add_to(found, transposed, kernels);
   return found;
 }
 

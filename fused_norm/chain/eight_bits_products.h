@@ -191,8 +191,7 @@ inline Tensor addend_of(
     const Tensor& given, const Scaled& rows, int64_t outputs, int64_t activation) {
   require_kernels(
       !given.defined() ||
-      (!activation && rows.q.dtype() == E4M3 && is_beside(given, rows.q) &&
-       given.dtype() == BFLOAT16 &&
+      (!activation && is_beside(given, rows.q) && given.dtype() == BFLOAT16 &&
        are_equal(given.sizes(), Shape{rows.q.size(0), outputs})));
   return readable(given);
 }
@@ -240,18 +239,28 @@ inline Tensor product(
   return y;
 }
 
-// The gradient of a weight, of the columns of a gradient and of the rows that the weight multiplied, both
-// transposed, with scales of their rows. As long as there are rows, so it is added up in float32.
-inline Tensor weight_gradient(
-    const Scaled& columns, const Scaled& transposed, const EightBits& kernels) {
+// The gradients of weights with these outputs, of the columns of their gradients, one after another, and of the
+// rows that they multiplied, all transposed, with scales of their rows. In one launch, as the tiles of one would
+// keep few SMs busy. As long as there are rows, so they are added up in float32.
+inline Tensors weight_gradients(
+    const Scaled& columns, const std::vector<int64_t>& outputs, const Scaled& transposed,
+    const EightBits& kernels) {
   const auto rows = rows_of(columns);
-  require_kernels(!rows.of_blocks);
+  require_kernels(!rows.of_blocks && outputs.size() <= MOST_PARTS);
   auto call = product_call(rows, 0, false, kernels);
   const auto layers = add_layers(call, rows, {transposed, {}}, {}, 0);
-  const auto dweight = empty(Shape{call.M, layers.N}, rows.q, BFLOAT16);
-  call.dweight = address(dweight);
-  launch(kernels.linear, call, dweight);
-  return dweight;
+  Tensors found;
+  std::array<Part, MOST_PARTS> parts{};
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    found.push_back(empty(Shape{outputs[i], layers.N}, rows.q, BFLOAT16));
+    parts[i].N = outputs[i];
+    parts[i].y = address(found[i]);
+  }
+  call.dweight = address(found[0]);
+  call.parts = parts.data();
+  call.part_count = static_cast<int64_t>(outputs.size());
+  launch(kernels.linear, call, rows.q);
+  return found;
 }
 
 // dh from the gradient of the layer after the activation, in 8 bits, and that layer's transposed weight.

@@ -80,12 +80,13 @@ struct NormOfRows {
 };
 
 // A matrix [M, K], and which results are wanted: untransposed, and transposed to [K, M] padded with zeros
-// to a multiple of 16. Maxima that are not given are found.
+// to a multiple of 16. Maxima that are not given are found. The transposed one may have its place given.
 struct Unquantized {
   Tensor v;
   Cast cast;
   bool plain, transposed;
   Tensor maxima{};
+  Scaled place{};
 
   bool by_maxima() const {
     return !cast.by_block() && (maxima.defined() || transposed || !cast.by_row());
@@ -124,7 +125,7 @@ inline std::vector<Quantized> quantized(
   std::vector<Quantized> found;
   std::vector<Together> launches;
   for (auto& of : wanted) {
-    const auto& [v, cast, plain, transposed, maxima] = of;
+    const auto& [v, cast, plain, transposed, maxima, place] = of;
     const int64_t M = v.size(0), K = v.size(1);
     if (cast.by_block()) {
       found.push_back(quantized_by_blocks(v, cast, plain, transposed, kernels));
@@ -139,8 +140,9 @@ inline std::vector<Quantized> quantized(
     }
     if (transposed) {
       own.pitch = padded(M);
-      results.transposed = {
-          empty(Shape{K, own.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
+      results.transposed =
+          place.defined() ? place
+                          : Scaled{empty(Shape{K, own.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
       own.zt = address(results.transposed.q);
       own.zt_scale = address(results.transposed.scale);
     }
@@ -152,11 +154,11 @@ inline std::vector<Quantized> quantized(
     const bool are_there = maxima.defined();
     if (!are_there) of.maxima = rooms.take(v, M, K, cast, plain);
     own.maxima = address(of.maxima);
-    auto place = std::find_if(
+    auto in = std::find_if(
         launches.begin(), launches.end(), [&](const Together& t) { return t.takes(cast); });
-    if (place == launches.end()) place = launches.insert(place, Together{cast});
-    place->all.push_back(own);
-    if (!are_there) place->unknown.push_back(own);
+    if (in == launches.end()) in = launches.insert(in, Together{cast});
+    in->all.push_back(own);
+    if (!are_there) in->unknown.push_back(own);
   }
   const auto run = [&](Function kernel, std::vector<Matrix>& all, const Cast& cast) {
     if (all.empty()) return;

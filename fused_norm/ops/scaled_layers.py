@@ -234,8 +234,9 @@ def _layers_backward(
             if own is None:
                 by = quantize(weight, of_weight, power_of_two, plain=False, transposed=True)
             kind: Any = (grad_scaling, weight_scaling, power_of_two, None, dy.dtype)
-            part = scaled.multiply(*q[:2], *by, *kind).to(dy.dtype).reshape(*dy.shape[:-1], K)
-            found[0] = found[0] + part if 0 in found else part
+            part = scaled.multiply(*q[:2], *by, *kind).reshape(*dy.shape[:-1], K)
+            # Kernels add the gradients of the layers before, and round both together.
+            found[0] = (found[0] + part if 0 in found else part).to(dy.dtype)
         if transposes:
             of_rows = Cast(E4M3, scaling)
             transposed = transposed or quantize(

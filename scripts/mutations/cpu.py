@@ -732,4 +732,20 @@ MUTATIONS = (
         "plan.weight_tasks // plan.workers * (owner + 1)",
         ("tests/op/norm_linear/test_few_rows.py", "-k", "test_threads_and_alignment"),
     ),
+    Mutation(
+        "the gradient of rows in 8 bits is that of their last layer",
+        "cpu",
+        "fused_norm/chain/eight_bits_layers.h",
+        "kernels, 0, {}, nullptr, before_it)",
+        "kernels, 0, {}, nullptr, {})",
+        TOGETHER,
+    ),
+    Mutation(
+        "stacked gradients of two layers are stored in one place",
+        "cpu",
+        "fused_norm/chain/eight_bits_layers.h",
+        "first += outputs_[i++]",
+        "i++",
+        TOGETHER,
+    ),
 )

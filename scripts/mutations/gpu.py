@@ -28,6 +28,7 @@ GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
 WEIGHT_GRADIENTS = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "lose_more or of_layers")
+STACKED = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "layers_together")
 STREAMED = ("tests/ops/test_fp8_norm_hopper.py", "-k", "test_values or just_before")
 TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
@@ -71,6 +72,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     OF_GRADIENTS: (_EIGHT_BITS,),
     WEIGHT_GRADIENTS: (_EIGHT_BITS,),
     TOGETHER: (_EIGHT_BITS,),
+    STACKED: (_EIGHT_BITS,),
     STREAMED: (_EIGHT_BITS,),
 }
 
@@ -412,5 +414,13 @@ MUTATIONS = (
         "async_copy_wait_group(Int32(Self.slots - 1))",
         "async_copy_wait_group(Int32(Self.slots))",
         STREAMED,
+    ),
+    Mutation(
+        "a layer's gradients of weights begin a row of tiles late where several are stacked",
+        "gpu",
+        f"{GEMM_SM90}/parts.mojo",
+        "row >= end",
+        "row > end",
+        STACKED,
     ),
 )

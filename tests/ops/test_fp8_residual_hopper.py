@@ -20,7 +20,7 @@ from fused_norm.chain import kernels
 from fused_norm.native import build
 from fused_norm.ops import scaled
 from fused_norm.ops.eight_bits import scales_of
-from fused_norm.recipes import E4M3, Cast
+from fused_norm.recipes import E4M3, E5M2, Cast
 
 pytestmark = [*on_hopper, pytest.mark.usefixtures("no_grad")]
 BF16 = torch.bfloat16
@@ -34,8 +34,10 @@ SIZES += [(37, 16, 16), (129, 16, 8208), (300, 272, 1040), (1001, 272, 8208), (3
 SIZES += [(1001, 1040, 4112), (513, 2048, 4112), (2049, 1040, 1040), (8192, 1024, 1040)]
 
 
-def exact(size: Size, how: tuple[str, str], device: str = "cuda") -> list[Tensor]:
-    """Return rows and a weight in FP8, with scales, whose product is exact in float32.
+def exact(
+    size: Size, how: tuple[str, str], device: str = "cuda", kind: torch.dtype = E4M3
+) -> list[Tensor]:
+    """Return rows of this type and a weight in e4m3, with scales, whose product is exact in float32.
 
     Tensor cores have some 14 bits for sums: of ones, those may have 4096 terms.
     """
@@ -43,7 +45,8 @@ def exact(size: Size, how: tuple[str, str], device: str = "cuda") -> list[Tensor
     torch.manual_seed(M + K + N)
     found = list[Tensor]()
     for shape, scaling in (((M, K), how[0]), ((N, K), how[1])):
-        found.append(torch.randint(-1, 2, shape).float().to(E4M3).to(device))
+        dtype = E4M3 if found else kind
+        found.append(torch.randint(-1, 2, shape).float().to(dtype).to(device))
         scale = torch.randint(-2, 3, scales_of(shape, scaling)).float().exp2()
         found.append(scale.to(device))
     return found
@@ -82,13 +85,15 @@ def shape_of(names: list[str]) -> str:
     return f"few {found[1]}" if found[1] else found[2]
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(
+    ("how", "kind"), [*((how, E4M3) for how in HOW), *((how, E5M2) for how in HOW[:2])], ids=str
+)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_bits(how: tuple[str, str], has_bias: bool) -> None:
+def test_bits(how: tuple[str, str], kind: torch.dtype, has_bias: bool) -> None:
     """Sums, scales and bias are exact here, so all bits are those of one rounding."""
     shapes = set[str]()
     for size in SIZES:
-        given, (M, _, N) = exact(size, how), size
+        given, (M, _, N) = exact(size, how, kind=kind), size
         bias, residual = numbers(N) if has_bias else None, numbers(M, N, seed=1)
         kept = residual.clone()
         found, names = ran(lambda g=given, b=bias, r=residual: by_us(g, how, b, r))

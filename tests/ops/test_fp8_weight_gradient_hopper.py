@@ -13,7 +13,7 @@ from test_fp8_blocks import on_hopper
 from torch import Tensor
 
 from fused_norm import recipes
-from fused_norm.call.record import Call
+from fused_norm.call.record import Call, Part
 from fused_norm.chain import kernels
 from fused_norm.native import build
 from fused_norm.ops.scaled_layers import layers_backward
@@ -37,21 +37,27 @@ def operands(M: int, N: int, K: int, dtype: Any) -> tuple[tuple[Tensor, Tensor],
     return first, second
 
 
-def computed(columns: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor:
-    """Return dweight; no more is written."""
+def computed(
+    columns: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], *outputs: int
+) -> tuple[Tensor, ...]:
+    """Return dweight of layers with these outputs, or of one; no more is written."""
     (M, K), N = columns[0].shape, len(rows[0])
+    outputs = outputs or (M,)
     extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
     stream = torch.cuda.current_stream().cuda_stream
     module, context = kernels.launcher(extension, 0, stream, True)
-    dweight = Guarded((M, N), BF16, "cuda")
+    dweights = [Guarded((own, N), BF16, "cuda") for own in outputs]
+    parts = (Part * len(outputs))()
+    for part, own, dweight in zip(parts, outputs, dweights, strict=True):
+        part.N, part.y = own, dweight.tensor.data_ptr()
     call = Call(M=M, N=N, K=K, context=context)
     call.eight_bits = 5 if columns[0].dtype is E5M2 else 4
     call.z, call.z_scale = (v.data_ptr() for v in columns)
     call.weight, call.weight_scale = (v.data_ptr() for v in rows)
-    call.dweight = dweight.tensor.data_ptr()
+    call.dweight, call.parts, call.part_count = parts[0].y, ctypes.addressof(parts), len(parts)
     module.linear(ctypes.addressof(call))
     torch.cuda.synchronize()
-    return dweight.checked()
+    return tuple(dweight.checked() for dweight in dweights)
 
 
 def exact(columns: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor:
@@ -64,13 +70,26 @@ def exact(columns: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor]) -> Tensor
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums(shape: tuple[int, int, int], dtype: Any) -> None:
     columns, rows = operands(*shape, dtype)
-    found, expected = computed(columns, rows), exact(columns, rows)
+    (found,), expected = computed(columns, rows), exact(columns, rows)
     # Twice what bfloat16 loses of the result at most.
     error = (found.double() - expected).abs()
     assert (error <= 2**-7 * expected.abs()).all(), (error / expected).max()
     # Half of that, and the little that tensor cores cut off.
     assert decibels(expected, found.double()) > 52
-    assert torch.equal(found, computed(columns, rows))
+    assert torch.equal(found, *computed(columns, rows))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    "outputs",
+    [(16, 16), (16, 1000), (144, 16, 112), (256, 128, 8), (2048, 1024, 1024), (1040, 4112)],
+    ids=str,
+)
+def test_layers_together(outputs: tuple[int, ...], dtype: Any) -> None:
+    """Layers start anywhere in tiles; the last one may have any number of outputs."""
+    columns, rows = operands(sum(outputs), 528, 2064, dtype)
+    found = computed(columns, rows, *outputs)
+    assert torch.equal(torch.cat(found), *computed(columns, rows))
 
 
 def test_sums_of_tensor_cores_alone_lose_more() -> None:
@@ -80,22 +99,22 @@ def test_sums_of_tensor_cores_alone_lose_more() -> None:
     expected = exact(columns, rows)
     lost = decibels(expected, forward.double())
     assert lost < 48
-    assert decibels(expected, computed(columns, rows).double()) > lost + 6
+    assert decibels(expected, computed(columns, rows)[0].double()) > lost + 6
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_in_its_row(number: float) -> None:
     columns, rows = operands(272, 208, 2048, E5M2)
-    clean = computed(columns, rows)
+    (clean,) = computed(columns, rows)
     columns[0][7, 1000] = number
-    found = computed(columns, rows)
+    (found,) = computed(columns, rows)
     others = torch.arange(272, device="cuda") != 7
     assert torch.equal(found[others], clean[others])
     assert not found[7].isfinite().any()
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_gradients_of_layers(scaling: str, count: int) -> None:
     # As many rows as lose the most, with a mean as that of what follows a bias.
     M, N, K = 16384, 256, 512

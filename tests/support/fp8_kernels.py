@@ -217,7 +217,6 @@ def added(call: Any, y: Tensor) -> Tensor:
     """Return y in bfloat16, plus the residual before it is rounded."""
     if call.residual:
         assert not call.activation
-        assert TYPES[call.eight_bits] is E4M3
         y = y + at(call.residual, BF16, call.M, call.N).float()
     return y.to(BF16)
 
@@ -259,8 +258,12 @@ def linear(call: Any) -> None:
     if call.dweight:
         others = (call.y, call.bias, call.up, call.residual, call.y_scale, call.activation)
         assert not any(others)
-        dweight = product(call, call.N, call.weight, call.weight_scale, 0)
-        store(call.dweight, dweight.to(BF16))
+        dweight = product(call, call.N, call.weight, call.weight_scale, 0).to(BF16)
+        parts = (Part * call.part_count).from_address(call.parts)
+        assert call.dweight == parts[0].y
+        assert not any(part.N % 16 for part in parts[:-1])
+        for part, own in zip(parts, dweight.split([p.N for p in parts]), strict=True):
+            store(part.y, own)
         return
     h = product(call, call.N, call.weight, call.weight_scale, call.bias)
     if call.up:

@@ -1,6 +1,14 @@
 """The shape of a block's work, and the sizes of its parts of shared memory."""
 
-from .parts import HALVES, IN_TURN, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
+from .parts import (
+    HALVES,
+    IN_TURN,
+    MOST_PARTS,
+    ONE_SUM,
+    SIDE_BY_SIDE,
+    STACKED,
+    WHOLE,
+)
 from .wgmma import ROW_BYTES
 
 comptime THREADS = 384
@@ -52,8 +60,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Whether consumers alternate: each has whole tiles, and one stores while the
     other multiplies. Otherwise they share each tile."""
     var parts: Int
-    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM`, `HALVES` or
-    `IN_TURN`."""
+    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM`, `HALVES`, `IN_TURN` or
+    `STACKED`."""
     var any_columns: Bool
     """Whether c has any number of columns, so that threads store it; otherwise
     its rows start at multiples of 16 bytes, and TMA does."""
@@ -145,6 +153,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_one_sum" if self.parts == ONE_SUM else "",
             "_halves" if self.parts == HALVES else "",
             "_in_turn" if self.parts == IN_TURN else "",
+            "_stacked" if self.parts == STACKED else "",
             "_any" if self.any_columns else "",
             "_promoted" if self.promotes else "",
         )
@@ -165,7 +174,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Their tensor maps.
         """
-        return 1 if self.parts == WHOLE else MOST_PARTS
+        return 1 if self.parts in (WHOLE, STACKED) else MOST_PARTS
 
     @always_inline
     def c_count(self) -> Int:
@@ -174,7 +183,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Their tensor maps.
         """
-        return MOST_PARTS if self.parts == SIDE_BY_SIDE else 1
+        return MOST_PARTS if self.parts in (SIDE_BY_SIDE, STACKED) else 1
 
     @always_inline
     def turns(self) -> Int:

@@ -21,7 +21,15 @@ from .counters import Progress
 from .elements import Elements
 from .h_rows import HRows
 from .multiplier import Multiplier
-from .parts import HALVES, IN_TURN, SIDE_BY_SIDE, Parts, part_of
+from .parts import (
+    HALVES,
+    IN_TURN,
+    SIDE_BY_SIDE,
+    STACKED,
+    Parts,
+    part_of,
+    stacked_at,
+)
 from .product import Product
 from .ring import RingPlace
 from .row_sums import TransposedSums
@@ -304,6 +312,11 @@ def consume[
                 own, product.accumulate != 0
             )
         else:
+            var stored_row = row
+            comptime if config.parts == STACKED:
+                var its_place = stacked_at(product.sizes, row)
+                c_map = part_of(c_maps, its_place[0])
+                stored_row = its_place[1]
             comptime if E.vectors > 0:
                 mbarrier_wait(shared.vectors_full(tile), parity)
             comptime for half in range(halves):
@@ -314,7 +327,7 @@ def consume[
                     product.epilogue,
                     terms.upper[half],
                     terms.lower[half],
-                    row + UInt32(64 * half),
+                    stored_row + UInt32(64 * half),
                     column,
                     lane,
                     elements,

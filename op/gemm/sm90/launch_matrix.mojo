@@ -19,6 +19,7 @@ from .parts import (
     IN_TURN,
     ONE_SUM,
     SIDE_BY_SIDE,
+    STACKED,
     Matrices,
     steps_of,
 )
@@ -71,7 +72,8 @@ def launch_matrix[
 def launch_parts[
     E: Epilogue, H: RowHook, //, dtype: DType, config: Config
 ](gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]) raises:
-    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T), or a gate of two b.
+    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T), or a gate of two b, or one c after
+    another = epilogue(a @ b^T).
 
     Parameters:
         E: What becomes of the sums.
@@ -140,6 +142,7 @@ def launch_parts[
             comptime if (
                 not config.adds
                 and not config.any_columns
+                and config.parts != STACKED
                 and i < config.c_count()
             ):
                 c_map = tensor_map[c_dtype](
@@ -152,6 +155,16 @@ def launch_parts[
                     box,
                 )
                 c_maps.set(i, c_map)
+    comptime if config.parts == STACKED:
+        comptime for i in range(config.c_count()):
+            var own_m = Int(product.sizes[i])
+            if own_m:
+                c_maps.set(
+                    i,
+                    tensor_map[c_dtype](
+                        ctx, c.addresses[i], own_m, n, 16, c.pitch, box
+                    ),
+                )
     # Each part begins with a new tile, or with a new k block.
     comptime if config.parts == SIDE_BY_SIDE:
         n = steps_of(product.sizes, config.columns) * config.columns

@@ -5,6 +5,8 @@ c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after anothe
 c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. In turn, the same: each tile has the sums of b_0,
 then those of b_1, with as many columns of c as there are in either. Each matrix has its own tensor map,
 so that none is copied to be concatenated, and starts with a new tile, or a new k block.
+
+Stacked, the rows of one a are those of one c after another: each warp of a tile finds the c of its 16 rows.
 """
 
 from std.memory import OpaquePointer
@@ -27,8 +29,11 @@ comptime HALVES = 3
 comptime IN_TURN = 4
 """Two b for one c: a tile is multiplied by those columns of one, and then of the other."""
 
+comptime STACKED = 5
+"""Several c, whose rows run on; of all but the last, multiples of 16."""
+
 comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
-"""Columns of each c, or lengths of each sum; 0 where there are fewer."""
+"""Columns of each c, or its rows, or lengths of each sum; 0 where there are fewer."""
 
 
 @fieldwise_init
@@ -125,6 +130,28 @@ def size_of_part(sizes: PartSizes, part: UInt32) -> Int32:
         if part == UInt32(i):
             size = sizes[i]
     return size
+
+
+@always_inline
+def stacked_at(sizes: PartSizes, row: UInt32) -> Tuple[UInt32, UInt32]:
+    """Finds the c that a row is of.
+
+    Args:
+        sizes: Rows of each.
+        row: Its place among the rows of all.
+
+    Returns:
+        Which c, and its place there: past the last c's rows, still in that one, whose tensor map has no such rows.
+    """
+    var part = UInt32(0)
+    var first = UInt32(0)
+    var end = UInt32(0)
+    comptime for i in range(1, MOST_PARTS):
+        end += UInt32(sizes[i - 1])
+        if sizes[i] > 0 and row >= end:
+            part = UInt32(i)
+            first = end
+    return part, row - first
 
 
 def steps_of(sizes: PartSizes, step: Int) -> Int:

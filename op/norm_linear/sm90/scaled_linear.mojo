@@ -1,11 +1,12 @@
 """Linear layers on operands of 8 bits, with the scales that they were quantized by.
 
     y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
-    y = row_scale column_scale (rows weight^T) + bias + residual, of rows in e4m3
+    y = row_scale column_scale (rows weight^T) + bias + residual
     y = act(that) in e4m3, or act(gate) up in e4m3, with one scale that is given
     dh = that of da = row_scale column_scale (rows weight^T), rows of gradients, through the activation; h is loaded
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
-    dweight = row_scale column_scale (columns rows^T), of the columns of gradients, with sums in float32
+    dweight = row_scale column_scale (columns rows^T), of the columns of gradients, with sums in float32; of several
+        layers on the same rows one after another, in one launch
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
@@ -26,8 +27,8 @@ from ...gemm.sm90.activated import launch_activated, launch_with_h
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.launch_matrix import BAND, launch_matrix, launch_parts
-from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
+from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.parts import SIDE_BY_SIDE, STACKED, Matrices
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import (
     PROMOTED_SHAPES,
@@ -49,7 +50,7 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
     Args:
         gpu: Where to run.
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
-            multiples of 16, addresses too; the residual [M, N] only where z is e4m3, and without an activation. Its
+            multiples of 16, addresses too; the residual [M, N] only without an activation. Its
             strategy is FUSED if z is of a pass queued just before, which waits for
             all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, a power of two that it is
             filled with, y is e4m3, and z too; or the workspace is zeros that become maxima of y, as those of
@@ -57,7 +58,7 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             result, which is smooth, and h is read: dh [M, N], of a gate [M, 2N], is written, and its maxima to the
             workspace; or of two layers, which part_count says, two matrices [M, N] one after the other, and two maxima.
             With an address of dweight [M, N], in the place of y, z is of columns of gradients, and the weight of columns
-            of the rows that were multiplied.
+            of the rows that were multiplied; parts have N rows of it each, multiples of 16 but for the last, at y.
 
     Raises:
         If the driver refuses.
@@ -72,20 +73,12 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             _launch_promoted[DType.float8_e5m2](gpu, call)
         else:
             _launch_promoted[DType.float8_e4m3fn](gpu, call)
-    elif call.eight_bits == Int(E5M2):
-        _launch_product[DType.float8_e5m2](gpu, call, _scaled(call))
     elif call.activation != 0:
         _launch_activated(gpu, call)
-    elif call.residual != 0:
-        _launch_product[DType.float8_e4m3fn](
-            gpu,
-            call,
-            Added[Scaled[DType.bfloat16], True](
-                _scaled(call), Int64(call.residual)
-            ),
-        )
+    elif call.eight_bits == Int(E5M2):
+        _launch_either[DType.float8_e5m2](gpu, call)
     else:
-        _launch_product[DType.float8_e4m3fn](gpu, call, _scaled(call))
+        _launch_either[DType.float8_e4m3fn](gpu, call)
 
 
 def scaled_linears(gpu: Gpu, call: Call) raises:
@@ -163,6 +156,20 @@ def _scaled(call: Call) -> Scaled[DType.bfloat16]:
     }
 
 
+def _launch_either[dtype: DType](gpu: Gpu, call: Call) raises:
+    """Launches a product with or without a residual."""
+    if call.residual != 0:
+        _launch_product[dtype](
+            gpu,
+            call,
+            Added[Scaled[DType.bfloat16], True](
+                _scaled(call), Int64(call.residual)
+            ),
+        )
+    else:
+        _launch_product[dtype](gpu, call, _scaled(call))
+
+
 def _launch_product[
     E: Epilogue, //, dtype: DType
 ](gpu: Gpu, call: Call, epilogue: E) raises:
@@ -196,10 +203,23 @@ def _launch_promoted[dtype: DType](gpu: Gpu, call: Call) raises:
     var product = Product(call.M, call.N, call.K, _scaled(call), NoHook())
     product.band = BAND
     product.a_is_new = 1
+    var outputs = Matrices(call.dweight)
+    product.sizes[0] = Int32(call.M)
+    if call.part_count > 0:
+        product.sizes = sizes_of(call)
+        for i in range(call.part_count):
+            outputs.addresses[i] = part_at(call, i).y
     comptime for shape in PROMOTED_SHAPES:
         if tiling.columns == shape.columns:
-            launch_matrix[dtype, Config.of(shape.columns, promotes=True)](
-                gpu, call.dweight, call.z, call.weight, product
+            launch_parts[
+                dtype,
+                Config.of(shape.columns, parts=STACKED, promotes=True),
+            ](
+                gpu,
+                outputs,
+                Matrices(call.z),
+                Matrices(call.weight),
+                product,
             )
 
 
