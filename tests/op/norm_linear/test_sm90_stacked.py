@@ -17,8 +17,8 @@ from fused_norm.native import build
 
 pytestmark = [ON_HOPPER, pytest.mark.gpu]
 DTYPES = [torch.bfloat16, torch.float16]
-# Rows, features and the outputs of each layer: of less than a step of rows and more; that fill tiles and
-# do not; of one tile and of many waves, in tiles that blocks share, and in those of each width.
+# Rows, features and the outputs of each layer: of less than a step of rows and more; that fill
+# tiles and do not; of one tile and of many waves, in tiles that blocks share, and of each width.
 CASES = [
     (1, 8, (8, 8)),
     (17, 40, (16, 8, 24)),
