@@ -31,21 +31,13 @@ from .tiling import count_tiles
 from .wgmma import K_BLOCK
 
 
-# Columns of a tile, and of a tile of several products together, which fills some waves better.
-comptime _WIDE = 256
-comptime _NARROW = 160
-# Cycles of its products, of 1000 that a wide tile's take.
-comptime _NARROW_PERMILLE = 1060
-
-
 def _config(
     split: Bool,
     adds: Bool = False,
-    columns: Int = _WIDE,
     parts: Int = WHOLE,
 ) -> Config:
     return Config.of(
-        columns,
+        256,
         a_transposed=True,
         b_transposed=True,
         sums_rows=True,
@@ -89,8 +81,6 @@ struct SplitK(TrivialRegisterPassable):
     stores count."""
     var workspace_bytes: Int
     """Memory for what the first of two grids leaves."""
-    var columns: Int
-    """Columns of a tile."""
     var cost: Int
     """What it takes, or cuBLAS where that is faster, in the unit of costs."""
 
@@ -122,7 +112,7 @@ struct SplitK(TrivialRegisterPassable):
         Returns:
             The choice.
         """
-        var best = Self(False, 1, False, 0, _WIDE, 0)
+        var best = Self(False, 1, False, 0, 0)
         var blocks = ceildiv(k, K_BLOCK)
         var clusters = processors // 2
         var least = Int.MAX
@@ -140,14 +130,6 @@ struct SplitK(TrivialRegisterPassable):
                 least = cost
                 best.split = parts > 1
                 best.grids = grids
-        if stacked:
-            var tiles = count_tiles(_config(False, columns=_NARROW), m, n)
-            var length = blocks * _NARROW * _NARROW_PERMILLE // (_WIDE * 1000)
-            var cost = ceildiv(tiles, clusters) * (length + _TILE_OVERHEAD)
-            if cost < least:
-                least = cost
-                best.split = False
-                best.columns = _NARROW
         var config = _config(best.split)
         var shared = count_tiles(config, m, n) > clusters and best.split
         var ours = least * (_SHARED_PERCENT if shared else 100) // 100
@@ -207,12 +189,10 @@ def launch_stacked[
     product.row_sums = row_sums
     product.sizes = sizes
     comptime for split in [False, True]:
-        comptime for columns in [_WIDE, _NARROW]:
-            comptime if not (split and columns == _NARROW):
-                if how.split == split and how.columns == columns:
-                    launch_parts[
-                        dtype, _config(split, columns=columns, parts=STACKED)
-                    ](gpu, c, a, Matrices(b), product)
+        if how.split == split:
+            launch_parts[dtype, _config(split, parts=STACKED)](
+                gpu, c, a, Matrices(b), product
+            )
 
 
 def launch_split_k[

@@ -32,6 +32,9 @@ from .parts import part_at, sizes_of
 # From this many rows on, two grids that share them take no longer than PyTorch's product does
 # (docs/hopper-log.md, "Several Linear layers on one norm").
 comptime _LONG_SUMS = 16384
+# What one launch for several layers has to gain, as products of many waves gain nothing (docs/hopper-log.md, "Gradients of
+# several layers").
+comptime _STACKED_PERCENT = 105
 
 
 def _input_gradient_tiling(call: Call, processors: Int) -> Tiling:
@@ -197,7 +200,6 @@ def _stacking_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     """Tells whether one launch takes less time than the products one after another."""
     if dtype == DType.float32:
         return False
-    var wants_sums = False
     var apart = 0
     for i in range(call.part_count):
         var part = part_at(call, i)
@@ -205,7 +207,6 @@ def _stacking_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
         own.N = part.N
         if not has_kernels[dtype](own):
             return False
-        wants_sums = wants_sums or part.bias != 0
         apart += SplitK.best(
             part.N,
             call.K,
@@ -215,8 +216,8 @@ def _stacking_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
         ).cost
     if costs.address == 0:
         return True
-    # dW alone is PyTorch's, as for one layer.
-    return wants_sums and _stacked(call, costs.processors).cost < apart
+    var together = _stacked(call, costs.processors).cost
+    return together * _STACKED_PERCENT <= apart * 100
 
 
 def _stacked(call: Call, processors: Int) -> SplitK:

@@ -18,7 +18,7 @@ from fused_norm.native import build
 pytestmark = [ON_HOPPER, pytest.mark.gpu]
 DTYPES = [torch.bfloat16, torch.float16]
 # Rows, features and the outputs of each layer: of less than a step of rows and more; that fill
-# tiles and do not; of one tile and of many waves, in tiles that blocks share, and of each width.
+# tiles and do not; of one tile and of many waves, in tiles that blocks share or do not.
 CASES = [
     (1, 8, (8, 8)),
     (17, 40, (16, 8, 24)),
@@ -82,14 +82,14 @@ def test_values(case: tuple[int, int, tuple[int, ...]], biases: str, dtype: torc
 
 
 def test_each_kernel_runs() -> None:
-    """Of tiles that blocks share, and of wide and narrow ones."""
+    """Of tiles that blocks share, and of those that they do not."""
     found = set()
     for case in CASES:
         dys, z = operands(*case, torch.bfloat16)
         launched = names(lambda d=dys, z=z: computed(d, z, "b" * len(d))).split()
         (name,) = [name for name in launched if "stacked" in name]
-        found.add("split" if "split" in name else "160" if "128x160" in name else "256")
-    assert found == {"split", "160", "256"}
+        found.add("split" in name)
+    assert found == {False, True}
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
