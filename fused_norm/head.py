@@ -88,7 +88,8 @@ def linear_cross_entropy(
     if (dtype := dtype_of_products(x)) is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
-    fits, is_sharded = head_ops.fits(t), has_dtensor(t)
+    fits = head_ops.fits(t) and not head_ops.is_transformed()
+    is_sharded = has_dtensor(t)
     is_small = fits and not is_sharded and head_ops.is_small(t)
     if is_small and cross_entropy.is_plain(t, loss) and not return_logsumexp:
         return cross_entropy.plain(t, loss)

@@ -128,7 +128,9 @@ def _can_write(
     keys, third = write.args[3], tensors[-1]
     if any(dtype(v) is not dtype(third) for v in (keys, *caches)):
         return False
-    return are_same(shape(keys), shape(third)) and not flow.is_written(tensors, both, other)
+    # The first write's cache shares memory with no other input: a promise of all caches.
+    is_written = flow.is_written(tensors, both, other, but=[write])
+    return are_same(shape(keys), shape(third)) and not is_written
 
 
 def _between(queries: Node, write: Node) -> list[Node] | None:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fused_norm.models.values import value
-from fused_norm.models.writes import storages, written
+from fused_norm.models.writes import is_given, storages, written
 
 
 class Flow:
@@ -33,7 +33,16 @@ class Flow:
         self._autocasts: dict[Node, tuple[Node, ...]] = {}
         self._grad_modes: dict[Node, Any] = {}
         # Writes in the order of the graph, by the memory that they write; None if that is unknown.
-        self._writes: defaultdict[int | None, list[Node]] = defaultdict(list)
+        self._writes: defaultdict[Any, list[Node]] = defaultdict(list)
+        # Inputs that had their own memory while the graph was traced, and may share it in a later
+        # call, which no guard checks. A write to one is also filed under its dtype, and counts as
+        # a write to all inputs of that dtype.
+        self._given: dict[int, torch.dtype] = {
+            memory: value(node).dtype
+            for node in graph.nodes
+            if is_given(node)
+            for memory in self._remember(node)
+        }
         entered: tuple[Node, ...] = ()
         # The modes around the graph are active at its start.
         grad_mode: Any = torch.is_grad_enabled()
@@ -54,7 +63,7 @@ class Flow:
             self._remember(node)
             if targets := written(node):
                 is_known = all(value(target) is not None for target in targets)
-                for memory in self.reach(targets) if is_known else (None,):
+                for memory in self._shared(targets) if is_known else (None,):
                     self._writes[memory].append(node)
 
     def _remember(self, node: Node) -> frozenset[int]:
@@ -67,6 +76,11 @@ class Flow:
     def reach(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Return the memory of the results of nodes."""
         return frozenset[int]().union(*map(self._remember, nodes))
+
+    def _shared(self, nodes: Iterable[Node]) -> set[Any]:
+        """Return the memory of nodes, and the dtypes of inputs among it, which may be shared."""
+        own = self.reach(nodes)
+        return {*own, *(self._given[memory] for memory in own if memory in self._given)}
 
     def add(self, node: Node, like: Node) -> None:
         """Register a node that was added to the graph.
@@ -110,7 +124,7 @@ class Flow:
         last: Node | None = None,
         but: Iterable[Node] = (),
     ) -> bool:
-        """Return whether the memory of an operand is written between two nodes.
+        """Return whether the memory of an operand is written between two nodes, or may be.
 
         Args:
             operands: Nodes whose results are read.
@@ -119,7 +133,7 @@ class Flow:
             but: Nodes whose writes are part of what is fused.
         """
         but = set(but)
-        for memory in (None, *self.reach(operands)):
+        for memory in (None, *self._shared(operands)):
             writes = self._writes.get(memory, ())
             for write in islice(writes, bisect_right(writes, first), None):
                 if last is not None and not write < last:

@@ -47,6 +47,17 @@ def storages(node: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def is_given(node: Node) -> bool:
+    """Return whether a node is a tensor that a caller of a traced function passes.
+
+    Those that modules own, and exported programs' inputs, share memory as they did in the trace.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    if node.op != "placeholder" or source is None or not isinstance(value(node), Tensor):
+        return False
+    return not isinstance(value(node), torch.nn.Parameter) and "'_buffers'" not in repr(source)
+
+
 def _storage(tensor: Tensor) -> int:
     # Sparse tensors have none.
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

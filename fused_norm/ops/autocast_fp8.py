@@ -13,8 +13,9 @@ from fused_norm import recipes
 
 _mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
 _lock = threading.Lock()
-# The recipe entered last: compilers guard on it, as not all support context variables.
-_inside: list[str] = []
+# The recipes of all blocks that were entered and not left, by block. Compilers guard on the last
+# one, as not all support context variables.
+_inside: dict[object, str] = {}
 _of_anyone: str | None = None
 
 
@@ -39,13 +40,13 @@ def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
         RuntimeError: From calls inside, as `norm_linear` with a recipe.
     """
     recipes.find(recipe)
-    before = _mode.set(recipe)
-    _enter(recipe)
+    before, block = _mode.set(recipe), object()
+    _enter(block, recipe)
     try:
         yield
     finally:
         _mode.reset(before)
-        _leave(recipe)
+        _leave(block)
 
 
 def chosen(recipe: str | None) -> str | None:
@@ -64,15 +65,14 @@ def state() -> tuple[str | None, str | None]:
     return _mode.get(), _of_anyone
 
 
-def _enter(recipe: str) -> None:
+def _enter(block: object, recipe: str) -> None:
     global _of_anyone
     with _lock:
-        _inside.append(recipe)
-        _of_anyone = recipe
+        _inside[block] = _of_anyone = recipe
 
 
-def _leave(recipe: str) -> None:
+def _leave(block: object) -> None:
     global _of_anyone
     with _lock:
-        _inside.remove(recipe)
-        _of_anyone = _inside[-1] if _inside else None
+        del _inside[block]
+        _of_anyone = next(reversed(_inside.values()), None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fused_norm import cross_entropy
 from fused_norm.call.memory import statistics_dtype
@@ -23,6 +24,7 @@ from fused_norm.ops.registration import (
     define_in_python,
     differentiable,
     is_compiling,
+    is_forward_mode,
     is_watched,
     may_follow,
     without_none,
@@ -151,7 +153,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if grad is None and grad_logsumexp is None:
             return (None, None, None, *rest)
         *options, computed = ctx.options
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_transformed(grad, grad_logsumexp):
             t, loss = Head(*saved), Loss(*options)
             if loss.group:
                 raise RuntimeError("a head whose vocabulary is sharded has no second derivatives")
@@ -242,6 +244,30 @@ def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, T
     if separates:
         logsumexp = LogsumexpFunction.apply(logsumexp.detach(), *t, *loss)
     return result, logsumexp
+
+
+def is_transformed() -> bool:
+    """Return whether anything but gradients is computed of calls, such as batches and tangents."""
+    if torch._C._are_functorch_transforms_active():
+        return _has_others_than_gradients()
+    return not is_dynamo_compiling() and is_forward_mode()
+
+
+def _has_others_than_gradients() -> bool:
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(each.key() != torch._C._functorch.TransformType.Grad for each in stack)
+
+
+# For PyTorch's compiler, which cannot trace it.
+_has_others_than_gradients.__dict__["_dynamo_marked_constant"] = True
+
+
+def _is_transformed(*gradients: Tensor | None) -> bool:
+    """Return whether a backward runs for many gradients at once, or with tangents."""
+    if is_compiling():
+        return False
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return is_transformed() or any(g is not None and is_batched(g) for g in gradients)
 
 
 def is_small(t: Head) -> bool:

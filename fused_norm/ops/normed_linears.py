@@ -14,8 +14,12 @@ from fused_norm.norms import NORMS
 from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.norm_gradients import norm_gradients
-from fused_norm.ops.registration import is_compiling
-from fused_norm.ops.scaled_linears import gradients_of_layers, kept_of_weights, layers_and_kept
+from fused_norm.ops.scaled_linears import (
+    gradients_of_layers,
+    kept_of_weights,
+    layers_and_kept,
+    underivable,
+)
 from fused_norm.ops.scaled_norm_rows import LONGEST, norm_rows
 from fused_norm.ops.validation import are_strided
 from fused_norm.recipes import Recipe
@@ -63,7 +67,7 @@ class NormedLinears(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx.kind, ctx.needs_input_grad, saved, dys)
-        found = underivable(found, *saved, *dys)
+        found = underivable(found)
         return *found[:3], *[None] * (_FIRST - 3), *found[3:]
 
 
@@ -103,32 +107,6 @@ def normed_and_kept(
     mean = found[3] if NORMS[norm[0]].has_mean else None
     of_layers = (*found[:2], *(h or (None,)), *kept_of_weights(weights, transposed))
     return ys, (*rows, found[2], mean, *of_layers)
-
-
-def underivable(found: list[Tensor | None], *of: Tensor | None) -> list[Tensor | None]:
-    """Return gradients that raise an error where they are differentiated.
-
-    Args:
-        found: The gradients.
-        of: What they depend on.
-    """
-    if not torch.is_grad_enabled() or is_compiling():
-        return found
-    return [*_Underivable.apply(len(found), *found, *of)]
-
-
-class _Underivable(torch.autograd.Function):
-    """Returns gradients; raises an error where they are differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return as many of the tensors; they depend on all."""
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Raise the error."""
-        raise RuntimeError("FP8 layers on a norm have no derivatives of gradients")
 
 
 def _gradients(

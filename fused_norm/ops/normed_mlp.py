@@ -12,9 +12,14 @@ from fused_norm import recipes
 from fused_norm.activations import is_gate
 from fused_norm.composition import Operands, Spec
 from fused_norm.ops import quantized
-from fused_norm.ops.normed_linears import normed_and_kept, underivable, with_norm
+from fused_norm.ops.normed_linears import normed_and_kept, with_norm
 from fused_norm.ops.registration import each_once
-from fused_norm.ops.scaled_linears import is_like_product, kept_of_weights, layers_and_kept
+from fused_norm.ops.scaled_linears import (
+    is_like_product,
+    kept_of_weights,
+    layers_and_kept,
+    underivable,
+)
 from fused_norm.ops.scaled_mlp import gradients_of_mlp
 from fused_norm.ops.validation import are_strided
 
@@ -72,7 +77,7 @@ class NormedMlp(torch.autograd.Function):
             return (None,) * len(needed)
         with torch.no_grad():
             found = _gradients(ctx.kind, needed, saved, dy)
-        found = underivable(found, *saved, dy)
+        found = underivable(found)
         of_residual = dy if needed[3] else None
         return *found[:3], of_residual, *[None] * (_FIRST - 4), *found[3:]
 

@@ -18,7 +18,7 @@ from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, summed
 from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of, serves
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import define, is_compiling, unseen
+from fused_norm.ops.registration import define, is_compiling, is_forward_mode, unseen
 from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
 
@@ -35,8 +35,11 @@ def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
 
     Raises:
         RuntimeError: If there are none.
-        NotImplementedError: If a weight is not a floating-point matrix.
+        NotImplementedError: If a weight is not a floating-point matrix, or in forward mode.
     """
+    if is_forward_mode():
+        # Quantization would drop tangents.
+        raise NotImplementedError("FP8 products have no forward-mode derivatives")
     if x.is_cuda and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(x.device)
         if capability < _CAPABILITY:

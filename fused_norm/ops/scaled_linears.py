@@ -13,7 +13,7 @@ from fused_norm.call import contexts, frozen
 from fused_norm.call.memory import in_memory
 from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import in_8_bits, in_both_layouts
-from fused_norm.ops.registration import is_compiling
+from fused_norm.ops.registration import is_compiling, is_forward_mode
 from fused_norm.ops.scaled_layers import layers, layers_backward
 from fused_norm.recipes import E5M2, Recipe
 
@@ -82,11 +82,46 @@ class ScaledLinears(torch.autograd.Function):
         wanted += [i for i in places if needed[first + i] and has_dy[(i - 1) % count]]
         if wanted:
             by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
-            gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
-            for place, gradient in zip(wanted, gradients, strict=True):
+            with torch.no_grad():
+                gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
+            for place, gradient in zip(wanted, underivable(gradients), strict=True):
                 found[place] = gradient
         of_residual = dys[0] if needed[5] else None
         return found[0], None, None, None, None, of_residual, None, None, *found[1:]
+
+
+def underivable(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that raise an error where they are differentiated.
+
+    Args:
+        found: The gradients.
+
+    Raises:
+        NotImplementedError: In forward mode, whose tangents they would drop.
+    """
+    if is_compiling():
+        return [*found]
+    if is_forward_mode():
+        raise NotImplementedError("FP8 products have no forward-mode derivatives")
+    if not torch.is_grad_enabled():
+        return [*found]
+    # What they depend on may have been saved in 8 bits, which autograd does not follow.
+    anything = torch.empty(0, requires_grad=True)
+    return [*_Underivable.apply(anything, *found)]
+
+
+class _Underivable(torch.autograd.Function):
+    """Returns gradients; raises an error where they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anything: Tensor, *found: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients."""
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Raise the error."""
+        raise RuntimeError("FP8 layers have no derivatives of gradients")
 
 
 def kept_of_weights(

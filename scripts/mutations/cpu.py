@@ -466,7 +466,7 @@ MUTATIONS = (
         "keys are stored as they are rotated after their heads were written",
         "cpu",
         "fused_norm/models/cache_writes.py",
-        " and not flow.is_written(tensors, both, other)",
+        " and not is_written",
         "",
         WRITES_LEFT,
     ),

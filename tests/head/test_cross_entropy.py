@@ -270,3 +270,35 @@ def test_small_heads_are_pytorchs(
     torch.testing.assert_close(y, F.cross_entropy(F.linear(x, weight), target))
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")
+@pytest.mark.parametrize("few", [0, head_ops.FEW_LOGITS])
+def test_batches_and_tangents(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: `vmap`, `jvp` and what is made of them raised an error."""
+    monkeypatch.setattr(head_ops, "FEW_LOGITS", few)
+    x, weight = torch.randn(6, 8), torch.randn(5, 8)
+    target = torch.randint(5, (6,))
+
+    def results(loss: Any) -> list[Any]:
+        def of_all(v: Tensor) -> Tensor:
+            return loss(v, weight, target)
+
+        def of_row(v: Tensor, label: Tensor) -> Tensor:
+            return loss(v[None], weight, label[None])
+
+        leaf = x.clone().requires_grad_()
+        batch = torch.autograd.grad(
+            of_all(leaf), leaf, torch.tensor([1.0, 2.0]), is_grads_batched=True
+        )
+        return [
+            torch.func.vmap(torch.func.grad(of_row))(x, target),
+            torch.func.jvp(of_all, (x,), (torch.ones_like(x).cumsum(1),))[1],
+            torch.func.hessian(of_all)(x),
+            torch.func.jacrev(of_all)(x),
+            *batch,
+        ]
+
+    expected = results(lambda v, w, label: F.cross_entropy(F.linear(v, w), label))
+    for found, each in zip(results(fn.linear_cross_entropy), expected, strict=True):
+        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-5)

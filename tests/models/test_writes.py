@@ -182,6 +182,45 @@ def test_normalized_rows_written(name: str) -> None:
     assert site.reason == "the normalized rows are written in place"
 
 
+def test_inputs_that_share_memory_in_a_later_call() -> None:
+    """Regression: traced with separate inputs, it normalized what had been written over them."""
+
+    def function(x, r, w):
+        z = F.layer_norm(x, (K,))
+        r.tanh_()
+        return F.linear(z, w)
+
+    compiled, sites = with_sites(function, True)
+    p = given()
+    compiled(p["x"].clone(), p["r"], p["w"])
+    one, other = p["x"].clone(), p["x"].clone()
+    found = compiled(one, one.view_as(one), p["w"])
+    torch.testing.assert_close(found, function(other, other.view_as(other), p["w"]))
+    assert [site.reason for site in sites] == ["an operand is written in between"]
+
+
+def test_buffers_and_inputs_of_another_dtype_share_no_memory_with_rows() -> None:
+    """In training, where a write at any time after a norm would keep it from being fused."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, N)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: Tensor, count: Tensor) -> Tensor:
+            z = self.norm(x)
+            self.calls += 1
+            count += 1
+            return self.linear(z)
+
+    module = Module()
+    compiled, sites = with_sites(module, True)
+    compiled(given()["x"], torch.zeros(1, dtype=torch.int64)).sum().backward()
+    assert [site.fused for site in sites] == [True], sites[0].reason
+    assert module.norm.weight.grad is not None
+
+
 def test_weight_written_after_a_copy_of_it() -> None:
     """The copy was skipped, and the weight read after it had been written."""
 

@@ -24,6 +24,7 @@ from fp8_products import (
     leaves,
 )
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import fused_norm as fn
 from fused_norm import composition, recipes
@@ -246,6 +247,43 @@ def test_autocast_fp8_is_that_of_its_block_and_never_on_by_default() -> None:
         assert torch.equal(given(x), rowwise)
     assert not torch.equal(plain, inner)
     assert not torch.equal(rowwise, inner)
+
+
+def test_compiled_calls_have_the_recipe_of_the_innermost_block() -> None:
+    """Regression: leaving a block ended the first one of its recipe, not the last one entered."""
+    layer = fn.LayerNormLinear(K, N)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(M, K)
+    with torch.no_grad(), fn.autocast_fp8("rowwise"), fn.autocast_fp8("tensorwise"):
+        with fn.autocast_fp8("rowwise"):
+            assert torch.equal(compiled(x), layer(x))
+        assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")
+@pytest.mark.parametrize("kind", ["linear", "activation", "mlp"])
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_derivatives_of_gradients_and_tangents_are_errors(kind: str, recipe: str) -> None:
+    """Regression: a penalty on gradients had no gradient itself, and a tangent became zeros."""
+    x, w, *_ = leaves(torch.float32)
+
+    def call(x: Tensor) -> Tensor:
+        if kind == "mlp":
+            y: Tensor = fn.norm_mlp(x, w, None, w.t(), activation="gelu", recipe=recipe)
+            return y
+        activation = "gelu" if kind == "activation" else None
+        y = fn.norm_linear(x, w, activation=activation, recipe=recipe)
+        return y
+
+    for loss in (call(x).sum(), call(x).square().sum()):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no derivatives of gradients"):
+            (loss + dx.square().sum()).backward()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(call, (x,), (x,))
+    y = call(x)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.autograd.grad(y, x, forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
 
 
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))
