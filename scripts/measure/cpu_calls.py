@@ -45,8 +45,6 @@ TINY_ROWS = (1, 4, 16)
 TINY_WEIGHTS = ((16, 64), (96, 48))
 # Outputs so large that the C library takes their memory from the system each time.
 WIDE = ((512, 16, 32768), (2048, 64, 8192))
-# Many rows of few features: random ones are seldom so long.
-LONG = ((16384, 16, 512), (16384, 64, 128))
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
 # More rows than any call has.
@@ -117,12 +115,12 @@ def sizes() -> list[Size]:
             drawing.DTYPES, costs.KINDS, TINY_WEIGHTS, TINY_ROWS
         )
     ]
-    extreme = [
+    wide = [
         Size(dtype, kind, *each)
-        for dtype, kind, each in itertools.product(drawing.DTYPES, costs.KINDS, WIDE + LONG)
+        for dtype, kind, each in itertools.product(drawing.DTYPES, costs.KINDS, WIDE)
         if math.prod(each) * (1 if dtype == "float32" else 8) <= drawing.MOST_PRODUCTS
     ]
-    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny + extreme
+    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny + wide
 
 
 def measure(kind: str, seconds: float, commit: str | None) -> None:
