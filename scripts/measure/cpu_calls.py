@@ -2,6 +2,8 @@
 
     python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
     python scripts/measure/cpu_calls.py --most-rows ROWS    measure the calls of few rows again
+    python scripts/measure/cpu_calls.py --direction training --kinds '' --most-rows ROWS
+                                                            only some of them
     python scripts/measure/cpu_calls.py --missing           measure what the file lacks
     python scripts/measure/cpu_calls.py --fit               only fit again, every kind
 
@@ -19,6 +21,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -44,6 +47,8 @@ TINY_WEIGHTS = ((16, 64), (96, 48))
 WIDE = ((512, 16, 32768), (2048, 64, 8192))
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
+# More rows than any call has.
+MANY = 2**31
 # Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use: one
 # that was measured while few rows were packed there, as they are on Arm.
 ESTIMATED = {"arm-neon": "intel-avx2"}
@@ -63,6 +68,9 @@ def main() -> int:
         type=int,
         help="only calls of as many rows, whose kernels changed; the file says which those are",
     )
+    parser.add_argument("--least-rows", type=int, help="only calls of as many rows or more, again")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="only these calls, again")
+    parser.add_argument("--kinds", nargs="+", choices=costs.KINDS, help="only these calls, again")
     parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call (default: 0.3)")
     options = parser.parse_args()
@@ -73,8 +81,14 @@ def main() -> int:
             return 0
         if options.missing:
             measure_missing(kind, options.seconds, options.commit)
-        elif options.most_rows:
-            measure_again(kind, options.seconds, options.commit, options.most_rows)
+        elif options.most_rows or options.least_rows or options.direction or options.kinds:
+            which = Which(
+                options.least_rows or 1,
+                options.most_rows or MANY,
+                [options.direction] if options.direction else list(DIRECTIONS),
+                options.kinds or list(costs.KINDS),
+            )
+            measure_again(kind, options.seconds, options.commit, which)
         else:
             measure(kind, options.seconds, options.commit)
     for kind, device in fitted().items():
@@ -130,20 +144,48 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
     document.write_rows(file_of(kind), head, "calls", calls)
 
 
-def measure_again(kind: str, seconds: float, commit: str | None, most_rows: int) -> None:
-    """Replace the measurements of this kind of CPU of up to a number of rows."""
+class Which(NamedTuple):
+    """The calls that are measured again.
+
+    Attributes:
+        least_rows: The fewest rows.
+        most_rows: The most rows.
+        directions: Some of DIRECTIONS.
+        kinds: Some of KINDS.
+    """
+
+    least_rows: int
+    most_rows: int
+    directions: list[str]
+    kinds: list[str]
+
+    def has(self, call: Measured) -> bool:
+        """Return whether a call is one of them."""
+        is_between = self.least_rows <= call.M <= self.most_rows
+        return is_between and call.direction in self.directions and call.kind in self.kinds
+
+    def has_all(self, rows: int) -> bool:
+        """Return whether all calls of up to a number of rows are among them."""
+        is_every = len(self.directions) == len(DIRECTIONS) and len(self.kinds) == len(costs.KINDS)
+        return is_every and self.least_rows == 1 and self.most_rows >= rows
+
+
+def measure_again(kind: str, seconds: float, commit: str | None, which: Which) -> None:
+    """Replace some measurements of this kind of CPU."""
     content = json.loads(file_of(kind).read_text())
     calls = [Measured(*each) for each in content.pop("calls")]
     threads = torch.get_num_threads()
-    replaced = [i for i, call in enumerate(calls) if most_rows >= call.M]
+    replaced = [i for i, call in enumerate(calls) if which.has(call)]
     with Progress() as progress:
         for i in progress.track(replaced, description=kind):
             calls[i] = measured_again(calls[i], seconds)
         repeat_doubtful(kind, calls, replaced, seconds, progress)
     torch.set_num_threads(threads)
     described = dataclasses.asdict(environment.describe(torch.device("cpu"), commit))
-    content["again"] = {"most_rows": most_rows, "environment": described}
-    if most_rows >= FEW_ROWS:
+    again = content.get("again", [])
+    again = again if isinstance(again, list) else [again]
+    content["again"] = [*again, {**which._asdict(), "environment": described}]
+    if which.has_all(FEW_ROWS):
         content["few_rows_kernels"] = FEW_ROWS_KERNELS
     document.write_rows(file_of(kind), content, "calls", calls)
 

@@ -8,7 +8,7 @@ with them in vector registers, a piece in each step.
 from std.sys import size_of
 
 from ...call import Call
-from ...gemm.activation import GATED, activate
+from ...gemm.activation import ANY, GATED, RELU, SILU, activate
 from ...gemm.cpu.interleave import Interleaved
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import (
@@ -148,8 +148,21 @@ struct FinishRows[dtype: DType](Interleaved):
 
     def finish(mut self):
         """Makes all that is left."""
+        comptime for kind in range(Int(RELU), Int(SILU) + 1):
+            if self.activation % GATED == kind:
+                return self._finish_known[kind]()
         while self.row < self.rows:
             self._make()
+
+    @no_inline
+    def _finish_known[kind: Int](mut self):
+        """Makes it in a loop for this activation: a call for each piece takes longer than the activation itself."""
+        # A copy stays in registers: through a reference, what a piece stores might change it.
+        var part = self
+        while part.row < part.rows:
+            part._activate[kind]()
+            part._advance()
+        self.row = part.row
 
     @always_inline
     def _make(mut self):
@@ -158,7 +171,11 @@ struct FinishRows[dtype: DType](Interleaved):
                 self.y, 0, self.half.at[Self.width](self.row, self.column)
             )
         else:
-            self._activate()
+            self._activate_any()
+        self._advance()
+
+    @always_inline
+    def _advance(mut self):
         self.column += Self.width
         if self.column >= self.columns:
             self.column = 0
@@ -179,11 +196,15 @@ struct FinishRows[dtype: DType](Interleaved):
         )
 
     @no_inline
-    def _activate(self):
+    def _activate_any(self):
+        self._activate[ANY]()
+
+    @always_inline
+    def _activate[kind: Int](self):
         var value = self.half.at[Self.width](self.row, self.column)
         if self.keeps_h:
             self._store(self.h, 0, value)
-        value = activate[narrow=size_of[Self.dtype]() == 2](
+        value = activate[narrow=size_of[Self.dtype]() == 2, among=kind](
             Int32(self.activation % GATED), value
         )
         if self.activation >= GATED:
