@@ -28,6 +28,7 @@ GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 STORED = ("tests/ops/test_fp8_store_hopper.py", "-k", "exceeds or earlier")
 OF_GRADIENTS = ("tests/ops/test_fp8_gradient_hopper.py", "-k", "swiglu or no_number")
 WEIGHT_GRADIENTS = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "lose_more or of_layers")
+STACKED_SUMS = ("tests/op/norm_linear/test_sm90_stacked.py", "-k", "test_values and bfloat16")
 STACKED = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "layers_together")
 STREAMED = ("tests/ops/test_fp8_norm_hopper.py", "-k", "test_values or just_before")
 TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
@@ -73,6 +74,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     WEIGHT_GRADIENTS: (_EIGHT_BITS,),
     TOGETHER: (_EIGHT_BITS,),
     STACKED: (_EIGHT_BITS,),
+    STACKED_SUMS: (_PRODUCT,),
     STREAMED: (_EIGHT_BITS,),
 }
 
@@ -422,5 +424,13 @@ MUTATIONS = (
         "row >= end",
         "row > end",
         STACKED,
+    ),
+    Mutation(
+        "biases of stacked layers all get the sums that are the first one's",
+        "gpu",
+        f"{GEMM_SM90}/consumer.mojo",
+        "sums = product.row_sums[i]",
+        "sums = product.row_sums[0]",
+        STACKED_SUMS,
     ),
 )
