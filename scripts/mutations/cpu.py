@@ -735,7 +735,7 @@ MUTATIONS = (
     Mutation(
         "the gradient of rows in 8 bits is that of their last layer",
         "cpu",
-        "fused_norm/chain/eight_bits_layers.h",
+        "fused_norm/chain/eight_bits_gradients.h",
         "kernels, 0, {}, nullptr, before_it)",
         "kernels, 0, {}, nullptr, {})",
         TOGETHER,
@@ -743,7 +743,7 @@ MUTATIONS = (
     Mutation(
         "stacked gradients of two layers are stored in one place",
         "cpu",
-        "fused_norm/chain/eight_bits_layers.h",
+        "fused_norm/chain/eight_bits_gradients.h",
         "first += outputs_[i++]",
         "i++",
         TOGETHER,
