@@ -34,6 +34,7 @@ TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "leave_their_maxima")
 MLP_IN_8_BITS = ("tests/ops/test_fp8_mlp.py", "-k", "test_op")
 TOGETHER = ("tests/ops/test_fp8_together.py",)
+IN_PARTS = ("tests/ops/test_fp8_parts.py", "-k", "test_bits")
 MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -704,7 +705,7 @@ MUTATIONS = (
         "a launch quantizes any number of matrices",
         "cpu",
         "fused_norm/chain/eight_bits_quantize.h",
-        "return all.size() < MOST_MATRICES && cast.dtype",
+        "return all.size() + count <= MOST_MATRICES && cast.dtype",
         "return cast.dtype",
         TOGETHER,
     ),
@@ -747,5 +748,13 @@ MUTATIONS = (
         "first += outputs_[i++]",
         "i++",
         TOGETHER,
+    ),
+    Mutation(
+        "the third part of a matrix that is quantized begins where the second one ends by itself",
+        "cpu",
+        "fused_norm/chain/eight_bits_quantize.h",
+        "own.skipped += own.K;",
+        "own.skipped = own.K;",
+        IN_PARTS,
     ),
 )

@@ -44,7 +44,7 @@ def backward(
     given = [dy for dy in dys if dy is not None]
     rows, N = given[0].shape[:-1], sum(dy.shape[-1] for dy in given)
     z, weight = matrix(*rows, K, seed=20), matrix(N, K, seed=21) / 8
-    by: tuple[Any, Any] = (z, None)
+    by: Any = (z, None)
     if in_8_bits:
         by = quantize(z.flatten(0, -2), Cast(E4M3, scaling), True, plain=False, transposed=True)
     weight_scaling = {"1x128": "128x128"}.get(scaling, scaling)
@@ -122,7 +122,7 @@ def test_layouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "how", "matrices"),
     [
-        # Parts of columns that are no multiples of 16.
+        # A size that is not a multiple of 16, and more parts than a launch takes.
         ((24, 40), {}, 3),
         ((16,) * 9, {}, 3),
         # A product in bfloat16 reads the gradient as it is; not if there is none.
