@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +110,8 @@ def call(
                 left.extend(products)
             return products[:1]
         maxima = left[1] if left and z is left[0] else None
-        last = (*of_recipe, "", residual, maxima, False)
-        products = _multiplied(z, weights, biases, *last, sizes)
+        more: Any = {"residual": residual, "maxima": maxima, "sizes": sizes}
+        products = _multiplied(z, weights, biases, *of_recipe, **more)
         return after_products(products, activation, is_joined)
 
     is_plain = not is_cast and not is_exporting() and not any(map(quantized.is_quantized, weights))
