@@ -312,8 +312,10 @@ class Backward {
       z = may_replace ? dz : empty(Shape{extent_.M, extent_.K}, x, t_.product_dtype());
     }
     // The products that compute the gradients of weights and, along with them, of biases.
+    Group parts;
+    auto together = planned_weight_gradients(parts, z);
     std::vector<std::optional<Call>> by_kernel(count);
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; !together && i < count; ++i) {
       const bool is_ours = !spec_.invariant && !main_grad(i).defined();
       if (!is_ours || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
       const size_t bias = NAMED + count + i;
@@ -322,7 +324,7 @@ class Backward {
     }
     // Gradients of biases that no activation has computed: one along with a product, several one by one.
     Tensor sum;
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; !together && i < count; ++i) {
       auto& dbias = found(NAMED + count + i);
       if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
       if (by_kernel[i]) {
@@ -337,6 +339,10 @@ class Backward {
       }
     }
     if (!is_passed && (dz.defined() || z.defined())) norm_backward(dz, z, sum);
+    if (together) {
+      run_together(*together, parts);
+      return;
+    }
     for (size_t i = 0; i < count; ++i) {
       if (!wanted_[NAMED + i]) continue;
       if (auto& call = by_kernel[i]) {
@@ -350,6 +356,45 @@ class Backward {
             weight_gradient_by_pytorch(whole_gradient(i), z, t_.weight(i), home(NAMED + i));
       }
     }
+  }
+
+  // The record of one product for the gradients of all weights and biases, of normalized rows that may be
+  // overwritten after this; nothing if there is none, or its plan declines.
+  std::optional<Call> planned_weight_gradients(Group& parts, const Tensor& z) const {
+    const auto& product = kernels_.product;
+    if (!product.weight_gradient || spec_.invariant || !z.defined() || !is_grouped(t_)) {
+      return std::nullopt;
+    }
+    auto call = rows_call(z.size(0), 0, product.context);
+    call.K = z.size(1);
+    call.z = address(z);
+    for (size_t i = 0; i < t_.count(); ++i) {
+      const Tensor &dy = dhs_[i], &weight = t_.weight(i);
+      if (!wanted_[NAMED + i] || main_grad(i).defined() || !dy.defined() || !dy.is_contiguous() ||
+          dy.size(1) != weight.size(0)) {
+        return std::nullopt;
+      }
+      const size_t bias = NAMED + t_.count() + i;
+      auto& part = parts.add(call, weight);
+      part.dy = address(dy);
+      if (wanted_[bias] && !result_.found[bias].defined()) part.bias = WANTED;
+      call.N += part.N;
+    }
+    if (product.plan_weight_gradient(&call) != 0 || call.strategy == DECLINED) return std::nullopt;
+    return call;
+  }
+
+  void run_together(Call& call, Group& parts) {
+    for (size_t i = 0; i < t_.count(); ++i) {
+      auto& part = parts[i];
+      const size_t weight = NAMED + i, bias = weight + t_.count();
+      found(weight) = home(weight).defined() ? home(weight) : empty_like(t_.weight(i));
+      part.y = address(found(weight));
+      if (!part.bias) continue;
+      found(bias) = home(bias).defined() ? home(bias) : empty(Shape{part.N}, dhs_[i]);
+      part.bias = address(found(bias));
+    }
+    launch(kernels_.product.weight_gradient, call, t_[X]);
   }
 
   // The normalized rows if one kernel computes the gradients of several weights and passes over their

@@ -18,6 +18,10 @@ from fused_norm.models.values import computed, value
 _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
+def _same(saved: Any) -> Any:
+    return saved
+
+
 class Emitter:
     """Adds nodes at a graph's insertion point.
 
@@ -79,6 +83,8 @@ class Emitter:
             self.flow.autocast(like),
             mode or nullcontext(),
             enable_python_dispatcher(),
+            # A checkpoint in whose forward the model is first compiled counts what ops save.
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             node.meta[key] = computed(node, value)
 

@@ -140,6 +140,8 @@ def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
     if recipe.power_of_two and not value(weight).requires_grad:
         raise Left("scales are powers of two, which ours are where the weight takes a gradient")
     _require_suited(x, weight, recipe.name)
+    if quantized.is_gathered(value(weight)) and quantized.recipe_of(value(weight)) != recipe.name:
+        raise Left(f"a weight that is gathered in FP8 with one scale, and not for {recipe.name}")
     if flow.is_written([weight], turned, node):
         raise Left("the weight is written")
     layer = _Layer(node, node, x, weight, None, recipe.name)
@@ -213,7 +215,9 @@ def _require_suited(x: Node, weight: Node, recipe: str) -> None:
     tensor, rows = value(weight), value(x)
     if reason := unsuited(tensor):
         raise Left(reason)
-    if not is_plain(rows) or not (is_plain(tensor) or quantized.is_quantized(tensor)):
+    if quantized.is_to_gather(tensor):
+        raise Left("a weight for FSDP2 to gather in FP8, of a model that is not sharded")
+    if not is_plain(rows) or not (is_plain(tensor) or quantized.is_in_8_bits(tensor)):
         raise Left("a tensor of a kind of its own")
     how = recipes.find(recipe)
     is_served = serves(rows, how.input.scaling, how.weight.scaling)

@@ -116,6 +116,7 @@ def _copied(graph: Graph) -> Graph:
     for old, new in nodes.items():
         # Where Dynamo found an input, which AOTAutograd asks for.
         if hasattr(old, "_dynamo_source"):
+            # Node has no such attribute in its type, which mypy would refuse.
             setattr(new, "_dynamo_source", old._dynamo_source)  # noqa: B010
     return copy
 

@@ -63,7 +63,7 @@ def call(
             return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
     for weight in weights:
-        quantized.require_inference(weight, recipe, composition.flat(t))
+        quantized.require_recipe(weight, recipe, composition.flat(t))
     power_of_two = _scales_are_rounded(how, weights)
     if not is_cast and _is_fused(spec, t):
         return inference(spec, t, how, power_of_two)
@@ -171,7 +171,7 @@ def scaled_linear(
     if is_batch_invariant():
         raise RuntimeError(_NOT_INVARIANT)
     scaled.require_fp8(x, [weight])
-    quantized.require_inference(weight, recipe, [x, bias])
+    quantized.require_recipe(weight, recipe, [x, bias])
     power_of_two = _scales_are_rounded(how, [weight])
     return _multiplied(x, [weight], [bias], recipe, power_of_two, residual=residual)[0]
 

@@ -116,7 +116,7 @@ def _may_be_bounded(spec: Spec, t: Operands, recipe: Recipe) -> bool:
         t.out_weight is not None
         and (len(t.weights) == 1 or is_gate_of_two(spec.activation, t.weights, t.biases))
         and has_bound(recipe, spec.activation, spec.eps)
-        and not any(map(quantized.is_quantized, (*t.weights, t.out_weight)))
+        and not any(map(quantized.is_in_8_bits, (*t.weights, t.out_weight)))
     )
 
 

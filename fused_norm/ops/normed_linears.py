@@ -11,6 +11,7 @@ from torch import Tensor
 from fused_norm import composition, recipes
 from fused_norm.composition import Operands, Spec
 from fused_norm.norms import NORMS
+from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.norm_gradients import norm_gradients
 from fused_norm.ops.part_gradients import of_all_parts
@@ -201,7 +202,7 @@ def is_normed(spec: Spec, t: Operands, recipe: Recipe) -> bool:
         and x.dim() > 0
         and x.numel() > 0
         and x.shape[-1] <= LONGEST
-        and are_strided((*affine, *summands, *t.weights), x)
+        and are_strided((*affine, *summands, *map(quantized.values, t.weights)), x)
         and all(v.dtype is x.dtype for v in (*affine, *summands))
         and all(v.shape == x.shape[-1:] for v in affine)
         and all(v.shape == x.shape for v in summands)

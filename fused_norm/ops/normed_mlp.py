@@ -11,6 +11,7 @@ from torch import Tensor
 from fused_norm import recipes
 from fused_norm.activations import is_gate
 from fused_norm.composition import Operands, Spec
+from fused_norm.ops import quantized
 from fused_norm.ops.normed_linears import normed_and_kept, underivable, with_norm
 from fused_norm.ops.registration import each_once
 from fused_norm.ops.scaled_linears import is_like_product, kept_of_weights, layers_and_kept
@@ -143,5 +144,5 @@ def is_mlp(spec: Spec, t: Operands) -> bool:
         t.out_weight.dtype is t.x.dtype
         and t.out_weight.shape[-1] == size
         and (t.out_bias is None or t.out_bias.dtype is t.x.dtype)
-        and are_strided((t.out_weight, *others), t.x)
+        and are_strided((quantized.values(t.out_weight), *others), t.x)
     )

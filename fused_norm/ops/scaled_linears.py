@@ -30,7 +30,8 @@ class ScaledLinears(torch.autograd.Function):
 
     The forward saves operands of the backward: z and W in 8 bits, transposed, if the recipe uses
     these there, otherwise unchanged; and the activation's input. It saves W in either case: PyTorch
-    then raises its error if W is written before the backward.
+    then raises its error if W is written before the backward. A W that FSDP2 gathers in 8 bits is
+    saved alone, so that its memory can be freed until the backward, which transposes it.
     """
 
     @staticmethod
@@ -186,6 +187,7 @@ def layers_and_kept(
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
     scaling = recipe.weight.scaling
     made: list[Tensor] = []
+    keeps_weights = keeps_weights and not any(map(quantized.is_gathered, weights))
     if not is_compiling() and frozen.is_any():
         if keeps_weights and not contexts.may_hold(given):
             given, scales, qs, own = in_both_layouts(given, scaling, power_of_two)
@@ -223,13 +225,14 @@ def gradients_of_layers(
         saved: z, or its transpose in 8 bits with its scales; the activation's input, or None; and
             the activation.
         dys: The gradients of the results; of one layer, they may be those of parts of its result.
-        weights: Each of shape `[N, K]`, or transposed in 8 bits if it has scales.
+        weights: Each of shape `[N, K]`, or transposed in 8 bits if it has scales; or gathered.
         scales: For each weight its scales, or None.
         recipe: The FP8 recipe.
         power_of_two: Whether scales are rounded up to powers of two.
         wanted: Their places: 0 for z, then those of the weights and of the biases.
     """
-    given, are_kept = [*weights], False
+    are_kept = False
+    given, scales = quantized.for_gradients(weights, scales, wanted[0] == 0)
     if is_compiling():
         # Inductor writes them so; the op would copy others alone.
         dys = [dy if dy is None else dy.contiguous() for dy in dys]
@@ -237,7 +240,7 @@ def gradients_of_layers(
         dys = in_memory(dys)
         if wanted[0] == 0:
             given, scales, are_kept = in_8_bits(
-                weights, scales, recipe.weight_for_dgrad.scaling, power_of_two, transposed=True
+                given, scales, recipe.weight_for_dgrad.scaling, power_of_two, transposed=True
             )
     how = (*scalings_of_gradients(recipe), power_of_two, recipe.has_fp8_wgrad)
     found: list[Tensor] = layers_backward(*saved, [*dys], given, [*scales], *how, wanted, are_kept)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import in_8_bits
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import define, is_compiling, unseen
@@ -91,9 +92,10 @@ def gradients_of_mlp(
     """
     *rows, weights, scales = first
     *columns, out_weight, out_scale = second
-    given, own, out, are_kept = [*weights], [*scales], [out_weight], False
-    out_own = [out_scale]
-    if not is_compiling() and wanted[0] <= 2 * len(weights):
+    given, own = quantized.for_gradients(weights, scales, wanted[0] == 0)
+    reads_out, are_kept = wanted[0] <= 2 * len(weights), False
+    out, out_own = quantized.for_gradients([out_weight], [out_scale], reads_out)
+    if not is_compiling() and reads_out:
         how = (recipe.weight_for_dgrad.scaling, power_of_two)
         out, out_own, are_kept = in_8_bits(out, out_own, *how, transposed=True)
         if wanted[0] == 0:

@@ -36,6 +36,8 @@ MLP_IN_8_BITS = ("tests/ops/test_fp8_mlp.py", "-k", "test_op")
 TOGETHER = ("tests/ops/test_fp8_together.py",)
 IN_PARTS = ("tests/ops/test_fp8_parts.py", "-k", "test_bits")
 MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
+GATHERED = ("tests/ops/test_fp8_gathered.py", "-k", "bits and several or no_copy")
+FIRST_COMPILED = ("tests/models/test_backend.py", "-k", "first_compiled")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
     "-k",
@@ -756,5 +758,29 @@ MUTATIONS = (
         "own.skipped += own.K;",
         "own.skipped = own.K;",
         IN_PARTS,
+    ),
+    Mutation(
+        "copies of weights that FSDP2 gathers wait for the backward",
+        "cpu",
+        "fused_norm/ops/scaled_linears.py",
+        "keeps_weights = keeps_weights and not any(map(quantized.is_gathered, weights))",
+        "keeps_weights = bool(keeps_weights)",
+        GATHERED,
+    ),
+    Mutation(
+        "torchao's scale of a weight that FSDP2 gathers, and not its reciprocal",
+        "cpu",
+        "fused_norm/ops/quantized.py",
+        "of._scale.reciprocal().reshape(1, 1)",
+        "of._scale.reshape(1, 1)",
+        GATHERED,
+    ),
+    Mutation(
+        "what the pass runs is saved for a checkpoint",
+        "cpu",
+        "fused_norm/models/emit.py",
+        "torch.autograd.graph.saved_tensors_hooks(_same, _same),",
+        "nullcontext(),",
+        FIRST_COMPILED,
     ),
 )

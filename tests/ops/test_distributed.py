@@ -28,6 +28,7 @@ SLOW = [
     or name.startswith(("AdaLN by place", "GELU"))
     or "rows of samples" in name
     or (name.startswith("FP8") and "; rowwise;" not in name and "accumulation" not in name)
+    or (name.startswith("gathered in FP8") and name.endswith(("maxima", "whole", "bfloat16")))
     or name.endswith(
         ("; FSDP2; checkpoint", "; DDP; reentrant checkpoint", "rowwise; FSDP2; backend")
     )
@@ -61,6 +62,8 @@ def said(
     ],
 )
 def test_two_processes_as_one(name: str, said: dict[str, str]) -> None:
+    if name.startswith("gathered in FP8"):
+        pytest.importorskip("torchao.float8")
     assert said[name] == ""
 
 

@@ -154,7 +154,7 @@ def test_steps(recipe: str, layers: Any, twice: Any) -> None:
     products = names(ran).count("linear")
     together = count <= 3 and len({b is None for b in biases}) == 1 and recipe != "blockwise"
     assert ("linears" in names(ran)) == together
-    # Each layer has its product with the weight; up to three have those of their gradients together.
+    # Each layer has its product with the weight; up to three share that of their gradients.
     of_weights = how.has_fp8_wgrad * (1 if count <= 3 else count)
     assert products == count * ((not together) + 1) + of_weights
     # Nothing says that an earlier call made what is multiplied.

@@ -37,7 +37,7 @@ SIZES += [(1001, 1040, 4112), (513, 2048, 4112), (2049, 1040, 1040), (8192, 1024
 def exact(
     size: Size, how: tuple[str, str], device: str = "cuda", kind: torch.dtype = E4M3
 ) -> list[Tensor]:
-    """Return rows of this type and a weight in e4m3, with scales, whose product is exact in float32.
+    """Return rows of this type and a weight in e4m3, whose product is exact in float32.
 
     Tensor cores have some 14 bits for sums: of ones, those may have 4096 terms.
     """

@@ -68,7 +68,12 @@ FP8 = [
         *("compiled", "backend"),
     )
 ]
+# torchao's all-gather in FP8, with what FSDP2 does between forward and backward.
+GATHERED = [
+    f"gathered in FP8; {mode}"
+    for mode in ("blocks", "maxima", "whole", "bfloat16", "accumulation", "checkpoint")
+]
 NAMES = [
     *(*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, *CONTEXT, "DDP", "FSDP2", *TRAINING),
-    *("linear_add", "mixed", *FP8),
+    *("linear_add", "mixed", *FP8, *GATHERED),
 ]

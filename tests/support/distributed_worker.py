@@ -18,6 +18,7 @@ from typing import Any
 
 import distributed_context
 import distributed_fp8
+import distributed_gathered
 import distributed_training
 import family
 import pytest
@@ -285,6 +286,7 @@ def shard_fully(model: nn.Module) -> nn.Module:
 
 
 CASES |= distributed_training.cases() | distributed_fp8.cases() | distributed_context.cases()
+CASES |= distributed_gathered.cases()
 CASES["DDP"] = functools.partial(check_data_parallel, DistributedDataParallel)
 CASES["FSDP2"] = functools.partial(check_data_parallel, shard_fully)
 

@@ -7,6 +7,8 @@ from .parts import (
     ONE_SUM,
     SIDE_BY_SIDE,
     STACKED,
+    STACKED_COLUMNS,
+    STACKED_ROWS,
     WHOLE,
 )
 from .wgmma import ROW_BYTES
@@ -165,7 +167,10 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Their tensor maps.
         """
-        return MOST_PARTS if self.parts == ONE_SUM else 1
+        return (
+            MOST_PARTS if self.parts == ONE_SUM
+            or (self.parts == STACKED and self.a_transposed) else 1
+        )
 
     @always_inline
     def b_count(self) -> Int:
@@ -184,6 +189,15 @@ struct Config(Equatable, TrivialRegisterPassable):
             Their tensor maps.
         """
         return MOST_PARTS if self.parts in (SIDE_BY_SIDE, STACKED) else 1
+
+    @always_inline
+    def stacked_rows(self) -> Int:
+        """Counts the rows of which each of several c starts with a multiple, where they are stacked.
+
+        Returns:
+            The rows.
+        """
+        return STACKED_COLUMNS if self.a_transposed else STACKED_ROWS
 
     @always_inline
     def turns(self) -> Int:

@@ -24,10 +24,12 @@ from .multiplier import Multiplier
 from .parts import (
     HALVES,
     IN_TURN,
+    MOST_PARTS,
     SIDE_BY_SIDE,
     STACKED,
     Parts,
     part_of,
+    size_of_part,
     stacked_at,
 )
 from .product import Product
@@ -62,16 +64,34 @@ def _float32_rows[
 
 
 @always_inline
+def _sums_any[E: Epilogue, H: RowHook](product: Product[E, H]) -> Bool:
+    var any = Int64(0)
+    comptime for i in range(MOST_PARTS):
+        any |= product.row_sums[i]
+    return any != 0
+
+
+@always_inline
 def _store_row_sum[
     E: Epilogue, H: RowHook, //, dtype: DType, config: Config
-](product: Product[E, H], sum: Float32, row: UInt32):
+](product: Product[E, H], sum: Float32, whole_row: UInt32):
     """Stores the sum of a row of a."""
-    if row >= UInt32(product.m):
+    var row = whole_row
+    var sums = product.row_sums[0]
+    var rows = product.m
+    comptime if config.parts == STACKED:
+        var place = stacked_at[config.stacked_rows()](product.sizes, row)
+        row = place[1]
+        rows = size_of_part(product.sizes, place[0])
+        comptime for i in range(1, MOST_PARTS):
+            if place[0] == UInt32(i):
+                sums = product.row_sums[i]
+    if row >= UInt32(rows) or sums == 0:
         return
     var total = sum
     comptime if config.adds:
         var at = Pointer[Float32, MutAnyOrigin](
-            unsafe_from_address=Int(product.row_sums)
+            unsafe_from_address=Int(sums)
         ).unsafe_offset(Int(row))
         if product.accumulate != 0:
             total += at.unsafe_load()
@@ -87,7 +107,7 @@ def _store_row_sum[
                     .unsafe_load()
                 )
         Pointer[Scalar[dtype], MutAnyOrigin](
-            unsafe_from_address=Int(product.row_sums)
+            unsafe_from_address=Int(sums)
         ).unsafe_offset(Int(row)).unsafe_store(total.cast[dtype]())
 
 
@@ -194,9 +214,7 @@ def consume[
         var addend = TileAddend[config]()
         var gathers: Bool
         comptime if config.a_transposed:
-            gathers = (
-                config.sums_rows and place[1] == 0 and product.row_sums != 0
-            )
+            gathers = config.sums_rows and place[1] == 0 and _sums_any(product)
         else:
             gathers = H.gathers and is_new
         if gathers:
@@ -261,6 +279,13 @@ def consume[
                 multiplier.release[False](previous)
 
         progress.tell()
+        var stored_row = row
+        comptime if config.parts == STACKED:
+            var its_place = stacked_at[config.stacked_rows()](
+                product.sizes, row
+            )
+            c_map = part_of(c_maps, its_place[0])
+            stored_row = its_place[1]
         var own = Accumulators[registers](accumulator)
         var sums_here = gathers and config.a_transposed and thread < 64
         comptime if config.split:
@@ -295,7 +320,7 @@ def consume[
                     product.epilogue,
                     terms.upper[0],
                     terms.lower[0],
-                    row,
+                    stored_row,
                     its_column,
                     lane,
                     elements,
@@ -312,11 +337,6 @@ def consume[
                 own, product.accumulate != 0
             )
         else:
-            var stored_row = row
-            comptime if config.parts == STACKED:
-                var its_place = stacked_at(product.sizes, row)
-                c_map = part_of(c_maps, its_place[0])
-                stored_row = its_place[1]
             comptime if E.vectors > 0:
                 mbarrier_wait(shared.vectors_full(tile), parity)
             comptime for half in range(halves):

@@ -29,7 +29,7 @@ from .barriers import (
 )
 from .config import THREADS, Config
 from .consumer import consume
-from .parts import IN_TURN, WHOLE
+from .parts import IN_TURN, STACKED, WHOLE
 from .producer import produce
 from .product import Product
 from .registers import registers_lower, registers_raise
@@ -95,8 +95,13 @@ def matrix_kernel[
         config.a_transposed or config.split or config.adds or H.passes_on
     )
     # A transposed a, and vectors, count tiles differently.
-    comptime assert config.parts == WHOLE or not (
-        config.a_transposed or config.split or config.adds
+    comptime assert config.parts in (WHOLE, STACKED) or not (
+        config.a_transposed or config.split
+    )
+    comptime assert config.parts == WHOLE or not config.adds
+    # Only what is stored finds its part.
+    comptime assert config.parts != STACKED or not (
+        config.ping_pong or E.activates or E.gradients > 0
     )
     # Threads store sums, and vectors, of one matrix alone.
     comptime assert not config.any_columns or not (

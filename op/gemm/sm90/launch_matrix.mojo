@@ -73,7 +73,7 @@ def launch_parts[
     E: Epilogue, H: RowHook, //, dtype: DType, config: Config
 ](gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]) raises:
     """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T), or a gate of two b, or one c after
-    another = epilogue(a @ b^T).
+    another = epilogue(a @ b^T), whose rows are those of one a, or each of an a with K first.
 
     Parameters:
         E: What becomes of the sums.
@@ -158,6 +158,14 @@ def launch_parts[
     comptime if config.parts == STACKED:
         comptime for i in range(config.c_count()):
             var own_m = Int(product.sizes[i])
+            comptime if config.a_transposed:
+                if own_m:
+                    a_maps.set(
+                        i,
+                        operand_map[dtype, True](
+                            ctx, a.addresses[i], own_m, k, a_rows, a.pitch
+                        ),
+                    )
             if own_m:
                 c_maps.set(
                     i,
@@ -165,6 +173,9 @@ def launch_parts[
                         ctx, c.addresses[i], own_m, n, 16, c.pitch, box
                     ),
                 )
+        comptime step = config.stacked_rows()
+        m = steps_of(product.sizes, step) * step
+        product.m = Int32(m)
     # Each part begins with a new tile, or with a new k block.
     comptime if config.parts == SIDE_BY_SIDE:
         n = steps_of(product.sizes, config.columns) * config.columns

@@ -6,7 +6,8 @@ c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. In turn,
 then those of b_1, with as many columns of c as there are in either. Each matrix has its own tensor map,
 so that none is copied to be concatenated, and starts with a new tile, or a new k block.
 
-Stacked, the rows of one a are those of one c after another: each warp of a tile finds the c of its 16 rows.
+Stacked, rows run through one c after another, each of which starts with a new step of rows: of one a, whose rows are
+those of one c after another; or of several a that are stored with K first, whose columns are rows of c.
 """
 
 from std.memory import OpaquePointer
@@ -30,7 +31,11 @@ comptime IN_TURN = 4
 """Two b for one c: a tile is multiplied by those columns of one, and then of the other."""
 
 comptime STACKED = 5
-"""Several c, whose rows run on; of all but the last, multiples of 16."""
+"""Several c, whose rows run on, of one a, or of several with K first."""
+comptime STACKED_ROWS = 16
+"""Rows of a step where there is one a: those of a warp."""
+comptime STACKED_COLUMNS = 64
+"""Rows of a step where there are several with K first: the columns of a box."""
 
 comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
 """Columns of each c, or its rows, or lengths of each sum; 0 where there are fewer."""
@@ -133,8 +138,13 @@ def size_of_part(sizes: PartSizes, part: UInt32) -> Int32:
 
 
 @always_inline
-def stacked_at(sizes: PartSizes, row: UInt32) -> Tuple[UInt32, UInt32]:
+def stacked_at[
+    step: Int
+](sizes: PartSizes, row: UInt32) -> Tuple[UInt32, UInt32]:
     """Finds the c that a row is of.
+
+    Parameters:
+        step: Each c starts at a multiple of these rows.
 
     Args:
         sizes: Rows of each.
@@ -147,7 +157,11 @@ def stacked_at(sizes: PartSizes, row: UInt32) -> Tuple[UInt32, UInt32]:
     var first = UInt32(0)
     var end = UInt32(0)
     comptime for i in range(1, MOST_PARTS):
-        end += UInt32(sizes[i - 1])
+        end += (
+            (UInt32(sizes[i - 1]) + UInt32(step - 1))
+            // UInt32(step)
+            * UInt32(step)
+        )
         if sizes[i] > 0 and row >= end:
             part = UInt32(i)
             first = end

@@ -16,10 +16,13 @@ from .parts import (
     IN_TURN,
     ONE_SUM,
     SIDE_BY_SIDE,
+    STACKED,
     Parts,
+    PartSizes,
     first_of,
     part_of,
     size_of_part,
+    stacked_at,
 )
 from .product import Product
 from .ring import RingPlace
@@ -52,6 +55,31 @@ def _load[
             )
         else:
             load_tile(at, map, barrier, column, down)
+
+
+@always_inline
+def _load_stacked[
+    config: Config
+](
+    tile: UInt32,
+    maps: OpaquePointer[ImmUntrackedOrigin],
+    barrier: UInt32,
+    sizes: PartSizes,
+    row: Int32,
+    k: Int32,
+):
+    """Copies a k block of a tile's rows of several a with K first."""
+    comptime for box in range(TILE_ROWS // 64):
+        var place = stacked_at[config.stacked_rows()](
+            sizes, UInt32(row) + UInt32(box * 64)
+        )
+        load_tile(
+            tile + UInt32(box * SLICE_BYTES),
+            part_of(maps, place[0]),
+            barrier,
+            Int32(place[1]),
+            k,
+        )
 
 
 @always_inline
@@ -256,9 +284,14 @@ def produce[
                 full, Int32(config.a_bytes() + config.b_bytes())
             )
             var k = Int32(block) * Int32(row_elements[dtype]())
-            _load[TILE_ROWS, config.a_transposed](
-                shared.a_tile(at.slot), a_map, full, row, k
-            )
+            comptime if config.parts == STACKED and config.a_transposed:
+                _load_stacked[config](
+                    shared.a_tile(at.slot), a_maps, full, product.sizes, row, k
+                )
+            else:
+                _load[TILE_ROWS, config.a_transposed](
+                    shared.a_tile(at.slot), a_map, full, row, k
+                )
             # Each block fetches its part of b for all of them.
             comptime if config.b_transposed and config.shares_slices():
                 _load_slices[config](

@@ -1,9 +1,11 @@
 """The arguments of the kernels, except their three matrices."""
 
+from std.utils import StaticTuple
+
 from ...argument import KernelArgument
 from ..epilogue import Epilogue
 from ..row_hook import NoHook, RowHook
-from .parts import PartSizes
+from .parts import MOST_PARTS, PartSizes
 
 
 @fieldwise_init
@@ -46,12 +48,12 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     """Address of c, where threads store it."""
     var float32: Int64
     """Address of c in float32 [M, N], or of what is added to c."""
-    var row_sums: Int64
-    """Address of the sums of the rows of a [M], in c's type; 0 if not wanted."""
+    var row_sums: StaticTuple[Int64, MOST_PARTS]
+    """Addresses of the sums of the rows of each a [M], in c's type; 0 if not wanted."""
     var float32_row_sums: Int64
     """Address of what is added to those [M], in float32."""
     var sizes: PartSizes
-    """Columns, or lengths of sums, of each part; not read where one matrix makes the product."""
+    """Columns, rows, or lengths of sums, of each part; not read where one matrix makes the product."""
 
     def __init__(
         out self, m: Int, n: Int, k: Int, epilogue: Self.E, hook: Self.H
@@ -77,6 +79,6 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.hook = hook
         self.c = 0
         self.float32 = 0
-        self.row_sums = 0
+        self.row_sums = StaticTuple[Int64, MOST_PARTS](fill=0)
         self.float32_row_sums = 0
         self.sizes = PartSizes(fill=0)

@@ -4,29 +4,54 @@ That is wgrad, with the gradient of the bias. Where its tiles are few, the two
 blocks of a cluster share the k blocks of a tile; and where even those fill less
 than half of the device, two grids share them: the second overlaps with the first
 and adds the sums that the first has left in memory.
+
+Gradients of several weights of the same rows, such as those of q, k and v, have more tiles together than each has.
 """
 
 from std.math import align_up, ceildiv
 from std.sys import size_of
+from std.utils import StaticTuple
 
 from ...device import Gpu
 from ..epilogues import Plain
 from ..row_hook import NoHook
 from .config import Config
-from .launch_matrix import BAND, launch_matrix
+from .launch_matrix import BAND, launch_matrix, launch_parts
+from .parts import (
+    MOST_PARTS,
+    STACKED,
+    STACKED_COLUMNS,
+    WHOLE,
+    Matrices,
+    PartSizes,
+    steps_of,
+)
 from .product import Product
 from .tiling import count_tiles
 from .wgmma import K_BLOCK
 
 
-def _config(split: Bool, adds: Bool = False) -> Config:
+# Columns of a tile, and of a tile of several products together, which fills some waves better.
+comptime _WIDE = 256
+comptime _NARROW = 160
+# Cycles of its products, of 1000 that a wide tile's take.
+comptime _NARROW_PERMILLE = 1060
+
+
+def _config(
+    split: Bool,
+    adds: Bool = False,
+    columns: Int = _WIDE,
+    parts: Int = WHOLE,
+) -> Config:
     return Config.of(
-        256,
+        columns,
         a_transposed=True,
         b_transposed=True,
         sums_rows=True,
         split=split,
         adds=adds,
+        parts=parts,
     )
 
 
@@ -64,6 +89,10 @@ struct SplitK(TrivialRegisterPassable):
     stores count."""
     var workspace_bytes: Int
     """Memory for what the first of two grids leaves."""
+    var columns: Int
+    """Columns of a tile."""
+    var cost: Int
+    """What it takes, or cuBLAS where that is faster, in the unit of costs."""
 
     @staticmethod
     def best(
@@ -74,6 +103,7 @@ struct SplitK(TrivialRegisterPassable):
         *,
         sums_rows: Bool,
         adds: Bool = False,
+        stacked: Bool = False,
     ) -> Self:
         """Chooses the split whose longest-working cluster has the least to do.
 
@@ -86,11 +116,13 @@ struct SplitK(TrivialRegisterPassable):
                 needs a pass more.
             adds: Whether to add to what is there in float32, for which it
                 needs another.
+            stacked: Whether the rows are those of several products. Their cost is not compared with cuBLAS's,
+                which has them one after another.
 
         Returns:
             The choice.
         """
-        var best = Self(False, 1, False, 0)
+        var best = Self(False, 1, False, 0, _WIDE, 0)
         var blocks = ceildiv(k, K_BLOCK)
         var clusters = processors // 2
         var least = Int.MAX
@@ -104,10 +136,18 @@ struct SplitK(TrivialRegisterPassable):
             )
             # Two grids have to run together.
             var can = parts <= blocks and (parts < 4 or waves == 1)
-            if can and cost < least:
+            if can and cost < least and not (stacked and grids > 1):
                 least = cost
                 best.split = parts > 1
                 best.grids = grids
+        if stacked:
+            var tiles = count_tiles(_config(False, columns=_NARROW), m, n)
+            var length = blocks * _NARROW * _NARROW_PERMILLE // (_WIDE * 1000)
+            var cost = ceildiv(tiles, clusters) * (length + _TILE_OVERHEAD)
+            if cost < least:
+                least = cost
+                best.split = False
+                best.columns = _NARROW
         var config = _config(best.split)
         var shared = count_tiles(config, m, n) > clusters and best.split
         var ours = least * (_SHARED_PERCENT if shared else 100) // 100
@@ -125,7 +165,54 @@ struct SplitK(TrivialRegisterPassable):
         best.pays = k <= _SHORT or (
             (parts == 1 or k >= parts * _LONG) and ours <= library
         )
+        best.cost = ours if best.pays or stacked else library
         return best
+
+
+def launch_stacked[
+    dtype: DType
+](
+    gpu: Gpu,
+    how: SplitK,
+    c: Matrices,
+    row_sums: StaticTuple[Int64, MOST_PARTS],
+    a: Matrices,
+    b: Int,
+    sizes: PartSizes,
+    n: Int,
+    k: Int,
+) raises:
+    """Queues c_i = a_i @ b^T and the sums of the rows of each a_i, all of which are stored with K first.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        gpu: Where to run.
+        how: The choice, for stacked rows.
+        c: Where each c is [M_i, N].
+        row_sums: Addresses of the sums [M_i], or 0 if they are not wanted.
+        a: Where each a is [K, M_i].
+        b: Address of b [K, N].
+        sizes: Rows of each c, multiples of 8.
+        n: Columns of c, a multiple of 8.
+        k: Length of the sums, at least 1.
+
+    Raises:
+        If the driver refuses.
+    """
+    var m = steps_of(sizes, STACKED_COLUMNS) * STACKED_COLUMNS
+    var product = Product(m, n, k, Plain(), NoHook())
+    product.band = BAND
+    product.row_sums = row_sums
+    product.sizes = sizes
+    comptime for split in [False, True]:
+        comptime for columns in [_WIDE, _NARROW]:
+            comptime if not (split and columns == _NARROW):
+                if how.split == split and how.columns == columns:
+                    launch_parts[
+                        dtype, _config(split, columns=columns, parts=STACKED)
+                    ](gpu, c, a, Matrices(b), product)
 
 
 def launch_split_k[
@@ -169,7 +256,7 @@ def launch_split_k[
     comptime adds = c_dtype == DType.float32
     var product = Product(m, n, k, Plain(), NoHook())
     product.band = BAND
-    product.row_sums = Int64(row_sums)
+    product.row_sums[0] = Int64(row_sums)
     product.float32 = Int64(c)
     product.accumulate = Int32(accumulate)
     if not how.split:
@@ -190,7 +277,7 @@ def launch_split_k[
         var its_sums = workspace + m * n * 4
         first.accumulate = 0
         first.float32 = Int64(workspace)
-        first.row_sums = Int64(its_sums if row_sums != 0 else 0)
+        first.row_sums[0] = Int64(its_sums if row_sums != 0 else 0)
         product.float32 = first.float32
         product.float32_row_sums = Int64(its_sums)
     launch_matrix[dtype, _config(True, adds=True)](gpu, 0, a, b, first)

@@ -33,7 +33,7 @@ comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ACTIVATED_SHAPES = [0, 4]
 """Which of them have activations in products without a fold: two of ping-pong."""
-comptime BLOCK_SCALED_SHAPES = [1, 2]
+comptime BLOCK_SCALED_SHAPES = [SHAPES[1], SHAPES[2]]
 """Which of them scale the sums of blocks of 128 of K: consumers share each tile, whose columns are of one block."""
 comptime PROMOTED_SHAPES = [
     Shape(64, False, 2000),
@@ -233,8 +233,14 @@ def tiling_with_h[
     return best
 
 
-def block_scaled_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
-    """Chooses the shape of a product whose sums of blocks have scales of their own.
+def shared_tiling[
+    count: Int, //, shapes: Array[Shape, count]
+](m: Int, n: Int, k: Int, processors: Int) -> Tiling:
+    """Chooses among shapes whose tiles consumers share, of a product of 8 bits.
+
+    Parameters:
+        count: How many there are.
+        shapes: What it may have.
 
     Args:
         m: Rows of the product.
@@ -247,36 +253,9 @@ def block_scaled_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
     """
     var best = Tiling(0, False, 0)
     var least = Int.MAX
-    comptime for i in BLOCK_SCALED_SHAPES:
-        comptime shape = SHAPES[i]
+    comptime for shape in shapes:
         comptime config = Config.of(shape.columns)
         # Two elements of 8 bits take the place of one of 16.
-        var cycles = _cycles[shape](m, n, k // 2, processors)
-        if cycles < least:
-            least = cycles
-            best.columns = shape.columns
-            best.percent = percent_used(
-                config, m, n, processors // config.cluster
-            )
-    return best
-
-
-def promoted_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
-    """Chooses the shape of a product whose sums are added up in float32.
-
-    Args:
-        m: Rows of the product.
-        n: Columns of the product.
-        k: Length of the sums, in elements of 8 bits.
-        processors: SMs of the device.
-
-    Returns:
-        The shape that takes the fewest cycles.
-    """
-    var best = Tiling(0, False, 0)
-    var least = Int.MAX
-    comptime for shape in PROMOTED_SHAPES:
-        comptime config = Config.of(shape.columns)
         var cycles = _cycles[shape](m, n, k // 2, processors)
         if cycles < least:
             least = cycles

@@ -17,11 +17,7 @@ from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch_matrix import BAND, launch_parts
 from ...gemm.sm90.parts import IN_TURN, WHOLE, Matrices
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import (
-    BLOCK_SCALED_SHAPES,
-    SHAPES,
-    block_scaled_tiling,
-)
+from ...gemm.sm90.tiling import BLOCK_SCALED_SHAPES, shared_tiling
 from .block_quantized import BlockQuantized
 
 comptime _E4M3 = DType.float8_e4m3fn
@@ -56,13 +52,15 @@ def block_scaled_linear(gpu: Gpu, call: Call) raises:
 
 
 def _launch_product[E: Epilogue, //](gpu: Gpu, call: Call, epilogue: E) raises:
-    var tiling = block_scaled_tiling(call.M, call.N, call.K, gpu.processors)
+    var tiling = shared_tiling[BLOCK_SCALED_SHAPES](
+        call.M, call.N, call.K, gpu.processors
+    )
     var product = Product(call.M, call.N, call.K, epilogue, NoHook())
     product.band = BAND
     var y = Matrices(call.y)
     y.pitch = call.pitch
-    comptime for i in BLOCK_SCALED_SHAPES:
-        comptime config = Config.of(SHAPES[i].columns)
+    comptime for shape in BLOCK_SCALED_SHAPES:
+        comptime config = Config.of(shape.columns)
         if tiling.columns == config.columns:
             launch_parts[_E4M3, config](
                 gpu, y, Matrices(call.z), Matrices(call.weight), product

@@ -1,10 +1,12 @@
 """The backward of a Linear layer alone: dgrad, then wgrad.
 
     dx = dy weight    if x = act(h), dh = dx act'(h) instead, and x again, in the same kernel
-    dW = dy^T z, and db in the same kernel
+    dW = dy^T z, and db in the same kernel; those of several layers on the same rows in one launch, where that pays
 
 The plans decline where PyTorch's product is faster, or where TMA cannot read the layout of a matrix.
 """
+
+from std.utils import StaticTuple
 
 from ...call import Call
 from ...device import Gpu, Launcher
@@ -14,11 +16,18 @@ from ...gemm.epilogues import Plain
 from ...gemm.sm90.activated import launch_with_h
 from ...gemm.sm90.config import H_COLUMNS
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.split_k import SplitK, launch_split_k
+from ...gemm.sm90.parts import (
+    MOST_PARTS,
+    STACKED_COLUMNS,
+    Matrices,
+    steps_of,
+)
+from ...gemm.sm90.split_k import SplitK, launch_split_k, launch_stacked
 from ...gemm.sm90.tiling import FEW_ROWS, Tiling, tiling_with_h
 from ..plan import DECLINED, FUSED
 from .choice import has_kernels
 from .costs import Costs
+from .parts import part_at, sizes_of
 
 # From this many rows on, two grids that share them take no longer than PyTorch's product does
 # (docs/hopper-log.md, "Several Linear layers on one norm").
@@ -169,15 +178,52 @@ def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     Args:
         launcher: Where to run.
         call: The call; its strategy is written, FUSED or DECLINED, and the bytes of its workspace. db has an address,
-            any but 0, if it is wanted.
+            any but 0, if it is wanted. Or its parts have those of several layers, which need no workspace.
     """
     call.strategy = DECLINED
     call.workspace_bytes = 0
+    if call.part_count > 0:
+        if _stacking_pays[dtype](call, Costs(launcher)):
+            call.strategy = FUSED
+        return
     if weight_gradient_pays[dtype](call, Costs(launcher)):
         call.strategy = FUSED
         call.workspace_bytes = _split(
             call, launcher.gpu.processors
         ).workspace_bytes
+
+
+def _stacking_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
+    """Tells whether one launch takes less time than the products one after another."""
+    if dtype == DType.float32:
+        return False
+    var wants_sums = False
+    var apart = 0
+    for i in range(call.part_count):
+        var part = part_at(call, i)
+        var own = call
+        own.N = part.N
+        if not has_kernels[dtype](own):
+            return False
+        wants_sums = wants_sums or part.bias != 0
+        apart += SplitK.best(
+            part.N,
+            call.K,
+            call.M,
+            costs.processors,
+            sums_rows=part.bias != 0,
+        ).cost
+    if costs.address == 0:
+        return True
+    # dW alone is PyTorch's, as for one layer.
+    return wants_sums and _stacked(call, costs.processors).cost < apart
+
+
+def _stacked(call: Call, processors: Int) -> SplitK:
+    var rows = steps_of(sizes_of(call), STACKED_COLUMNS) * STACKED_COLUMNS
+    return SplitK.best(
+        rows, call.K, call.M, processors, sums_rows=True, stacked=True
+    )
 
 
 def _split(call: Call, processors: Int) -> SplitK:
@@ -187,7 +233,7 @@ def _split(call: Call, processors: Int) -> SplitK:
 
 
 def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dW = dy^T z and db.
+    """Queues dW = dy^T z and db; or those of each part, from its dy, at y and bias.
 
     Parameters:
         dtype: Type of the matrices: bfloat16 or float16.
@@ -200,6 +246,27 @@ def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
         If the driver refuses.
     """
     ref gpu = launcher.gpu
+    if call.part_count > 0:
+        var gradients = Matrices(0)
+        var outputs = Matrices(0)
+        var sums = StaticTuple[Int64, MOST_PARTS](fill=0)
+        for i in range(call.part_count):
+            var part = part_at(call, i)
+            gradients.addresses[i] = part.dy
+            outputs.addresses[i] = part.y
+            sums[i] = Int64(part.bias)
+        launch_stacked[dtype](
+            gpu,
+            _stacked(call, gpu.processors),
+            outputs,
+            sums,
+            gradients,
+            call.z,
+            sizes_of(call),
+            call.K,
+            call.M,
+        )
+        return
     launch_split_k[dtype, dtype](
         gpu,
         _split(call, gpu.processors),

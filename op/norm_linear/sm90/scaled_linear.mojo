@@ -34,7 +34,7 @@ from ...gemm.sm90.tiling import (
     PROMOTED_SHAPES,
     Tiling,
     is_for_few_rows,
-    promoted_tiling,
+    shared_tiling,
 )
 from ...rows.types import E5M2
 from ..plan import FUSED
@@ -199,7 +199,9 @@ def _launch_product[
 
 
 def _launch_promoted[dtype: DType](gpu: Gpu, call: Call) raises:
-    var tiling = promoted_tiling(call.M, call.N, call.K, gpu.processors)
+    var tiling = shared_tiling[PROMOTED_SHAPES](
+        call.M, call.N, call.K, gpu.processors
+    )
     var product = Product(call.M, call.N, call.K, _scaled(call), NoHook())
     product.band = BAND
     product.a_is_new = 1
