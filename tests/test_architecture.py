@@ -219,7 +219,7 @@ C_LAYERS = [
     ["row_ops"],
     ["eight_bits_products"],
     ["eight_bits_ops"],
-    ["eight_bits_layers", "eight_bits_norm"],
+    ["eight_bits_gradients", "eight_bits_layers", "eight_bits_norm"],
     ["eight_bits_mlp"],
 ]
 

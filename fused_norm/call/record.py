@@ -84,5 +84,8 @@ class Matrix(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ("M", "K", "x", "maxima", "z", "z_scale", "zt", "zt_scale", "pitch")
+        for name in (
+            *("M", "K", "x", "maxima", "z", "z_scale", "zt", "zt_scale", "pitch"),
+            *("whole", "skipped"),
+        )
     )

@@ -16,7 +16,7 @@ struct Part {
 struct Matrix {
   int64_t M, K;
   void *x, *maxima, *z, *z_scale, *zt, *zt_scale;
-  int64_t pitch;
+  int64_t pitch, whole, skipped;
 };
 
 struct Call {

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "gradients.h"
+#include "eight_bits_gradients.h"
 #include "eight_bits_layers.h"
 #include "eight_bits_mlp.h"
 #include "eight_bits_norm.h"

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "eight_bits_layers.h"
+#include "eight_bits_gradients.h"
 
 namespace fused_norm {
 

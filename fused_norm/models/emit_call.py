@@ -96,7 +96,6 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     if call.parts is not None:
         target = norm_linear_in_parts
         arguments.append(call.parts.sizes)
-        del options["recipe"]
     defaults = {"normalization": LAYER_NORM, "weight_offset": 0.0}
     kwargs = {
         name: each

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fused_norm import recipes
 from fused_norm.activations import PLAIN
 from fused_norm.call.record import MOST_PARTS
 from fused_norm.chain.kernels import ALIGNMENT
@@ -26,6 +28,7 @@ from fused_norm.models.readers import Product
 from fused_norm.models.values import are_same, is_plain, is_tensor, shape, value
 from fused_norm.models.views import is_permutation, order_of
 from fused_norm.models.writes import written
+from fused_norm.ops.eight_bits import MULTIPLE, serves
 from fused_norm.ops.operands import adds_up_gradients, hint
 
 # Measurements switch this off.
@@ -115,7 +118,7 @@ class _Place(NamedTuple):
         return self.dims.index(self.first)
 
 
-def splits_outputs(x: Tensor, sizes: Sequence[int], is_modulated: bool) -> bool:
+def splits_outputs(x: Tensor, sizes: Sequence[int], is_modulated: bool, recipe: str | None) -> bool:
     """Return whether a call returns its output in parts, where a model splits it in training.
 
     Tests replace this function.
@@ -124,21 +127,31 @@ def splits_outputs(x: Tensor, sizes: Sequence[int], is_modulated: bool) -> bool:
         x: The input of the norm, of shape `[..., K]`, on its device.
         sizes: The features of each part.
         is_modulated: Whether the normalized rows are.
+        recipe: The call's FP8 recipe, or None.
     """
     if not SPLITS or not x.is_cuda or len(sizes) > MOST_PARTS:
         return False
+    if recipe is not None:
+        how = recipes.find(recipe)
+        scalings = how.grad.scaling, how.weight_for_dgrad.scaling
+        # A product in bfloat16 would read the whole gradient, and so do kernels for blocks.
+        is_quantized = how.has_fp8_wgrad and how.grad.scaling in ("row", "tensor")
+        return is_quantized and x.dtype is torch.bfloat16 and serves(x, *scalings)
     rows = count(x) // max(hint(x.shape[-1]), 1)
     is_large = rows * sum(sizes) >= _FEWEST_ELEMENTS
     return is_large and adds_up_gradients(x, sizes, not is_modulated)
 
 
-def find_parts(product: Product, x: Node, is_modulated: bool, flow: Flow) -> OutputParts | None:
+def find_parts(
+    product: Product, x: Node, is_modulated: bool, recipe: str | None, flow: Flow
+) -> OutputParts | None:
     """Return the parts in which a Linear layer's output is read, None if a call should return it.
 
     Args:
         product: The layer.
         x: Its input, before the norm.
         is_modulated: Whether its input is modulated after the norm.
+        recipe: The FP8 recipe of its call, or None.
         flow: What is known of the graph.
     """
     out, weight = product.out, product.weight
@@ -157,7 +170,7 @@ def find_parts(product: Product, x: Node, is_modulated: bool, flow: Flow) -> Out
         return None
     found.picked.sort()
     found.sizes = _sizes(found.picked, N) or ()
-    elements = ALIGNMENT // value(out).itemsize
+    elements = MULTIPLE if recipe else ALIGNMENT // value(out).itemsize
     sizes = (*found.sizes, shape(x)[-1])
     is_served = (
         1 < len(found.sizes) <= MOST_PARTS
@@ -166,7 +179,7 @@ def find_parts(product: Product, x: Node, is_modulated: bool, flow: Flow) -> Out
         and any(_needs_memory(picked.node) for picked in found.picked)
         and not _is_seen(out, flow)
         and flow.are_under_same_modes([product.node, *found.inner])
-        and splits_outputs(value(x), found.sizes, is_modulated)
+        and splits_outputs(value(x), found.sizes, is_modulated, recipe)
     )
     return found if is_served else None
 

@@ -160,8 +160,7 @@ class Rewriter:
             if less == 0 and call.activated is None and len(products) == 1:
                 is_modulated = call.reading.modulation is not None
                 recipe = self.precision.of_call(products)[0]
-                if recipe is None:
-                    call.parts = find_parts(products[0], norm.x, is_modulated, self.flow)
+                call.parts = find_parts(products[0], norm.x, is_modulated, recipe, self.flow)
         if first.total is not None:
             gone = norm.inner | first.inner()
             first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)

@@ -90,7 +90,8 @@ def checked_call(
         owners: Parameters that have a `main_grad`.
         recipe: The FP8 recipe, or None.
         sizes: The features of parts in which the output of one Linear layer without an activation
-            is returned; None for a single tensor. Without owners and recipe.
+            is returned, two or more; None for a single tensor. The parts are views of it, whose
+            gradients are not concatenated where kernels read them as they are. Without owners.
 
     Raises:
         ValueError: If an option is unknown or does not fit the weights, or statistics belong to
@@ -121,12 +122,13 @@ def checked_call(
         recompute,
         is_batch_invariant(),
     )
-    if sizes is not None:
-        results = norm_linear_ops.call_in_parts(spec, t, sizes)
-    elif recipe is None:
-        results = norm_linear_ops.call(spec, t, owners)
+    parts = None if sizes is None else tuple(sizes)
+    if recipe is None:
+        results = norm_linear_ops.call(spec, t, owners, sizes=parts)
     else:
-        results = fp8.call(spec, t, recipe, owners)
+        results = fp8.call(spec, t, recipe, owners, parts)
+    if parts is not None and len(results) == 1 + spec.returns_sum + spec.returns_norm:
+        results[:1] = results[0].split(parts, -1)
     if return_sum and not spec.returns_sum:
         results.insert(len(results) - return_norm, x)
     return results

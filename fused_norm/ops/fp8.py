@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,11 @@ _NOT_INVARIANT = "batch_invariant() has no FP8 products"
 
 
 def call(
-    spec: Spec, t: Operands, recipe: str, owners: Sequence[Tensor | None] | None = None
+    spec: Spec,
+    t: Operands,
+    recipe: str,
+    owners: Sequence[Tensor | None] | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> list[Tensor]:
     """Compute a call of the family with its Linear layers in FP8.
 
@@ -39,6 +44,8 @@ def call(
         t: The tensors.
         recipe: One of RECIPES.
         owners: The Parameter whose `main_grad` gets each weight's gradient, or None.
+        sizes: Those of the parts in which the only output is returned if an autograd function
+            records the call; None for one output.
 
     Raises:
         ValueError: If the recipe is not known.
@@ -81,8 +88,8 @@ def call(
             leaves = leaves_maxima(x, recipe, t.out_weight)
             return [normed_mlp(spec, t, x, bs, *of_recipe, leaves)]
         if _is_one(activation, weights, biases, is_joined):
-            return [*NormedLinears.apply(x, *norm, *of_recipe, activation, *weights, *bs)]
-        products = NormedLinears.apply(x, *norm, *of_recipe, "", *weights, *bs)
+            return [*NormedLinears.apply(x, *norm, *of_recipe, activation, None, *weights, *bs)]
+        products = NormedLinears.apply(x, *norm, *of_recipe, "", sizes, *weights, *bs)
         return after_products([*products], activation, is_joined)
 
     def layers(
@@ -103,7 +110,8 @@ def call(
                 left.extend(products)
             return products[:1]
         maxima = left[1] if left and z is left[0] else None
-        products = _multiplied(z, weights, biases, *of_recipe, residual=residual, maxima=maxima)
+        more: Any = {"residual": residual, "maxima": maxima, "sizes": sizes}
+        products = _multiplied(z, weights, biases, *of_recipe, **more)
         return after_products(products, activation, is_joined)
 
     is_plain = not is_cast and not is_exporting() and not any(map(quantized.is_quantized, weights))
@@ -178,6 +186,7 @@ def _multiplied(
     residual: Tensor | None = None,
     maxima: Tensor | None = None,
     leaves_maxima: bool = False,
+    sizes: tuple[int, ...] | None = None,
 ) -> list[Tensor]:
     """Return the products, or an activation of them; then its maxima, if it leaves these.
 
@@ -191,6 +200,7 @@ def _multiplied(
         residual: What is added to the only product, or None.
         maxima: Those of z, in the format of `scaled_layers.maxima_of`, if they are known.
         leaves_maxima: Whether those of the activation are wanted, where gradients are recorded.
+        sizes: As for `call`.
     """
     dtype = dtype_of_products(z)
     if dtype is not None:
@@ -211,7 +221,7 @@ def _multiplied(
         ys = linears(z, ws, bs, recipes.find(recipe), power_of_two, added, activation)
     else:
         how = (recipe, power_of_two, torch.is_grad_enabled(), activation, added)
-        ys = list(ScaledLinears.apply(z, *how, maxima, leaves_maxima, *ws, *bs))
+        ys = list(ScaledLinears.apply(z, *how, maxima, leaves_maxima, sizes, *ws, *bs))
     return ys if residual is None or added is not None else [residual + ys[0]]
 
 

@@ -21,6 +21,7 @@ from fused_norm.ops import norm_linear_ops as ops
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.main_grad import add, add_product, added, stand_in
 from fused_norm.ops.operands import as_kernels_need, fits, is_host_bound
+from fused_norm.ops.part_gradients import of_all_parts
 from fused_norm.ops.registration import (
     each_once,
     is_compiling,
@@ -90,7 +91,7 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[_OPTIONS:])
     if all(g is None for g in grad_outputs):
         return (None,) * (_OPTIONS + len(needed))
-    given = grad_outputs if ctx.sizes is None else _of_all_parts(grad_outputs, ctx.sizes)
+    given = grad_outputs if ctx.sizes is None else of_all_parts(grad_outputs, ctx.sizes)
     spec, grads = with_sum(ctx.spec, given) if ctx.adds_x else (ctx.spec, given)
 
     def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
@@ -99,25 +100,6 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
 
     found = gradients(spec, ctx.owners, saved, grads, needed)
     return (*(None,) * _OPTIONS, *found)
-
-
-def _of_all_parts(
-    grad_outputs: Sequence[Tensor | None], sizes: Sequence[int]
-) -> list[Tensor | None]:
-    """Return gradients of parts of an output, zeros for those that nothing depends on.
-
-    Args:
-        grad_outputs: The gradients of the parts, then those of other results.
-        sizes: The features of each part.
-    """
-    parts, others = grad_outputs[: len(sizes)], grad_outputs[len(sizes) :]
-    like = next((g for g in parts if g is not None), None)
-    if like is None:
-        return [None, *others]
-    rows = like.shape[:-1]
-    pairs = zip(parts, sizes, strict=True)
-    found = [like.new_zeros((*rows, size)) if g is None else g for g, size in pairs]
-    return [*found, *others]
 
 
 def with_sum(spec: Spec, grad_outputs: Sequence[Tensor | None]) -> tuple[Spec, list[Tensor | None]]:
@@ -289,23 +271,6 @@ def passes_x_on(t: Operands) -> bool:
     """
     is_traced = is_compiling() and not is_dynamo_compiling()
     return is_traced and t.x.requires_grad and may_follow() and not has_dtensor(flat(t))
-
-
-def call_in_parts(spec: Spec, t: Operands, sizes: Sequence[int]) -> list[Tensor]:
-    """Compute a call of one Linear layer; return its output in parts, then its other results.
-
-    The parts are views of the output. Their gradients are not concatenated to that of the output
-    where a kernel reads them as they are.
-
-    Args:
-        spec: What to compute, without an activation.
-        t: The tensors.
-        sizes: The features of each part, two or more.
-    """
-    found = call(spec, t, sizes=tuple(sizes))
-    if len(found) == 1 + spec.returns_sum + spec.returns_norm:
-        found[:1] = found[0].split(list(sizes), -1)
-    return found
 
 
 def call(

@@ -14,6 +14,7 @@ from fused_norm.norms import NORMS
 from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.norm_gradients import norm_gradients
+from fused_norm.ops.part_gradients import of_all_parts
 from fused_norm.ops.scaled_linears import (
     gradients_of_layers,
     kept_of_weights,
@@ -25,7 +26,7 @@ from fused_norm.ops.validation import are_strided
 from fused_norm.recipes import Recipe
 
 # Where the weights are among the arguments of `NormedLinears`.
-_FIRST = 7
+_FIRST = 8
 
 
 class NormedLinears(torch.autograd.Function):
@@ -47,27 +48,32 @@ class NormedLinears(torch.autograd.Function):
         recipe: str,
         power_of_two: bool,
         activation: str,
+        sizes: tuple[int, ...] | None,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """Return `[..., N]` for each of the weights, which are followed by as many biases."""
+        """Return `[..., N]` for each of the weights, which are followed by as many biases.
+
+        That of a single one may be returned in parts of these sizes.
+        """
         count = len(parameters) // 2
         layers = (parameters[:count], parameters[count:], activation)
         how = (recipes.find(recipe), power_of_two)
         trains_rows = any(ctx.needs_input_grad[:3])
         ys, kept = normed_and_kept((x, gamma, beta), norm, layers, *how, trains_rows)
         ctx.save_for_backward(*kept)
-        ctx.kind = norm, recipe, power_of_two, activation, count
+        ctx.kind, ctx.sizes = (norm, recipe, power_of_two, activation, count), sizes
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
-        return tuple(ys)
+        return tuple(ys) if sizes is None else ys[0].split(sizes, -1)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of x, gamma, beta, the weights and the biases."""
         saved = ctx.saved_tensors
         with torch.no_grad():
-            found = _gradients(ctx.kind, ctx.needs_input_grad, saved, dys)
-        found = underivable(found)
+            given = dys if ctx.sizes is None else of_all_parts(dys, ctx.sizes)
+            found = _gradients(ctx.kind, ctx.needs_input_grad, saved, given)
+        found = underivable(found, *saved, *dys)
         return *found[:3], *[None] * (_FIRST - 3), *found[3:]
 
 

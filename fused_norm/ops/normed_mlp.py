@@ -77,7 +77,7 @@ class NormedMlp(torch.autograd.Function):
             return (None,) * len(needed)
         with torch.no_grad():
             found = _gradients(ctx.kind, needed, saved, dy)
-        found = underivable(found)
+        found = underivable(found, *saved, dy)
         of_residual = dy if needed[3] else None
         return *found[:3], of_residual, *[None] * (_FIRST - 4), *found[3:]
 

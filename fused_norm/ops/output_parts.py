@@ -2,7 +2,7 @@
 
 Autograd would concatenate the gradients of the parts, a pass over as much memory as the output has.
 The backward reads them as they are: each is that of a Linear layer with a part of the weight's
-rows, and all are on the same rows.
+rows, and all are on the same rows. In FP8 they are quantized as one matrix.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fused_norm.composition import OPTIONS
+from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.family import checked_call, is_traced, tensors_of
 
 
@@ -27,7 +28,7 @@ def norm_linear_in_parts(
         weight: Weight of shape `[N, K]` in the dtype of `x`.
         bias: Bias of shape `[N]`, or None.
         sizes: The features of each part, two or more; N in all.
-        options: Those of `norm_linear`, without an activation and a recipe.
+        options: Those of `norm_linear`, without an activation.
 
     Returns:
         Views of the output, of shapes `[..., size]`; then the sum and the normalized rows, where
@@ -46,4 +47,5 @@ def norm_linear_in_parts(
         )
     values = tuple([options.get(name, default) for name, default in OPTIONS.items()])
     layers = ([weight], [bias], (None, None, None), False, False)
-    return tuple(checked_call(x, layers, values, sizes=sizes))
+    recipe = chosen(options.get("recipe"))
+    return tuple(checked_call(x, layers, values, recipe=recipe, sizes=sizes))

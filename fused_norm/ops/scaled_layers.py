@@ -199,6 +199,7 @@ def _layers_backward(
     wanted: list[int],
     _: bool,
 ) -> list[Tensor]:
+    dys = _whole(dys, weights, weight_scales, h)
     of_weight = Cast(E4M3, weight_scaling)
     how = (grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad)
     if frozen.is_any() and 0 in wanted and any(own is None for own in weight_scales):
@@ -251,6 +252,27 @@ def _layers_backward(
     return [found[place] for place in wanted]
 
 
+def _whole(
+    dys: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor | None],
+    h: Tensor | None,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of layers' results, where those of parts of one may be given.
+
+    Raises:
+        RuntimeError: If parts are not those of one result.
+    """
+    if h is not None or len(dys) == len(weights):
+        return dys
+    parts = [dy for dy in dys if dy is not None]
+    outputs = weights[0].shape[0 if weight_scales[0] is None else 1]
+    if len(weights) > 1 or len(parts) < len(dys) or sum(p.shape[-1] for p in parts) != outputs:
+        sizes = [None if dy is None else dy.shape[-1] for dy in dys]
+        raise RuntimeError(f"expected gradients of parts of {outputs} outputs, got {sizes}")
+    return [torch.cat(parts, -1)]
+
+
 def _before_activation(
     h: Tensor, activation: str, da: Tensor | None, count: int
 ) -> Sequence[Tensor | None]:
@@ -290,6 +312,9 @@ def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list
     """Return the outputs of each layer, None for one without a gradient."""
     if h is not None:
         return [None if dys[0] is None else h.shape[-1] // count] * count
+    if len(dys) > count:
+        # Those of parts of one layer's result.
+        return [sum(dy.shape[-1] for dy in dys if dy is not None)]
     return [None if dy is None else dy.shape[-1] for dy in dys]
 
 

@@ -13,12 +13,13 @@ from fused_norm.call import contexts, frozen
 from fused_norm.call.memory import in_memory
 from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import in_8_bits, in_both_layouts
+from fused_norm.ops.part_gradients import of_all_parts
 from fused_norm.ops.registration import is_compiling, is_forward_mode
 from fused_norm.ops.scaled_layers import layers, layers_backward
 from fused_norm.recipes import E5M2, Recipe
 
 # Where the weights are among the arguments of `ScaledLinears`.
-_FIRST = 8
+_FIRST = 9
 
 
 class ScaledLinears(torch.autograd.Function):
@@ -44,9 +45,13 @@ class ScaledLinears(torch.autograd.Function):
         residual: Tensor | None,
         maxima: Tensor | None,
         leaves_maxima: bool,
+        sizes: tuple[int, ...] | None,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """Return `[..., N]` for each of the weights, which are followed by as many biases."""
+        """Return `[..., N]` for each of the weights, which are followed by as many biases.
+
+        That of a single one without an activation may be returned in parts of these sizes.
+        """
         count, how = len(parameters) // 2, recipes.find(recipe)
         weights, biases = parameters[:count], parameters[count:]
         needed = ctx.needs_input_grad
@@ -61,20 +66,23 @@ class ScaledLinears(torch.autograd.Function):
         )
         by = kept_of_weights(weights, transposed)
         ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *by)
-        ctx.kind = recipe, power_of_two, activation, count
+        ctx.kind, ctx.sizes = (recipe, power_of_two, activation, count), sizes
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
         if leaves_maxima:
             ctx.mark_non_differentiable(ys[-1])
-        return tuple(ys)
+        return tuple(ys) if sizes is None else ys[0].split(sizes, -1)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of z, the residual, the weights and the biases."""
         name, power_of_two, activation, count = ctx.kind
-        z, z_scale, h, *weights = ctx.saved_tensors
+        z, z_scale, h, *weights = saved = ctx.saved_tensors
         needed, first = ctx.needs_input_grad, _FIRST - 1
-        dys = dys[: 1 if activation else count]
+        if ctx.sizes is None:
+            dys = dys[: 1 if activation else count]
+        else:
+            dys = (*of_all_parts(dys, ctx.sizes),)
         has_dy = [dys[0 if activation else i] is not None for i in range(count)]
         found: list[Tensor | None] = [None] * (1 + 2 * count)
         wanted = [0] if needed[0] and any(has_dy) else []
@@ -84,17 +92,18 @@ class ScaledLinears(torch.autograd.Function):
             by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
             with torch.no_grad():
                 gradients = gradients_of_layers((z, z_scale, h, activation), dys, *by, wanted)
-            for place, gradient in zip(wanted, underivable(gradients), strict=True):
+            for place, gradient in zip(wanted, underivable(gradients, *saved, *dys), strict=True):
                 found[place] = gradient
         of_residual = dys[0] if needed[5] else None
-        return found[0], None, None, None, None, of_residual, None, None, *found[1:]
+        return found[0], None, None, None, None, of_residual, None, None, None, *found[1:]
 
 
-def underivable(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def underivable(found: Sequence[Tensor | None], *of: Tensor | None) -> list[Tensor | None]:
     """Return gradients that raise an error where they are differentiated.
 
     Args:
         found: The gradients.
+        of: What they depend on.
 
     Raises:
         NotImplementedError: In forward mode, whose tangents they would drop.
@@ -105,18 +114,19 @@ def underivable(found: Sequence[Tensor | None]) -> list[Tensor | None]:
         raise NotImplementedError("FP8 products have no forward-mode derivatives")
     if not torch.is_grad_enabled():
         return [*found]
-    # What they depend on may have been saved in 8 bits, which autograd does not follow.
+    # What they depend on may have been saved in 8 bits alone, which autograd does not follow: so
+    # that a backward still meets the error, they depend on this as well.
     anything = torch.empty(0, requires_grad=True)
-    return [*_Underivable.apply(anything, *found)]
+    return [*_Underivable.apply(len(found), *found, anything, *of)]
 
 
 class _Underivable(torch.autograd.Function):
     """Returns gradients; raises an error where they are differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, anything: Tensor, *found: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        return found
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return as many of the tensors; they depend on all."""
+        return tensors[:count]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -251,7 +261,7 @@ def gradients_of_layers(
     Args:
         saved: z, or its transpose in 8 bits with its scales; the activation's input, or None; and
             the activation.
-        dys: The gradients of the results.
+        dys: The gradients of the results; of one layer, they may be those of parts of its result.
         weights: Each of shape `[N, K]`, or transposed in 8 bits if it has scales; or gathered.
         scales: For each weight its scales, or None.
         recipe: The FP8 recipe.
@@ -260,7 +270,10 @@ def gradients_of_layers(
     """
     are_kept = False
     given, scales = quantized.for_gradients(weights, scales, wanted[0] == 0)
-    if not is_compiling():
+    if is_compiling():
+        # Inductor writes them so; the op would copy others alone.
+        dys = [dy if dy is None else dy.contiguous() for dy in dys]
+    else:
         dys = in_memory(dys)
         if wanted[0] == 0:
             given, scales, are_kept = in_8_bits(

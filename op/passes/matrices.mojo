@@ -12,7 +12,10 @@ comptime MOST_MATRICES = 8
 
 @fieldwise_init
 struct Matrix(TrivialRegisterPassable):
-    """One matrix of a call, whose `parts` and `part_count` are those of its matrices; addresses are 0 as in `Call`."""
+    """One matrix of a call, whose `parts` and `part_count` are those of its matrices; addresses are 0 as in `Call`.
+
+    It may be consecutive columns of a whole matrix [M, whole], whose results and maxima it has in common with the others.
+    """
 
     var M: Int
     """Its rows."""
@@ -21,17 +24,21 @@ struct Matrix(TrivialRegisterPassable):
     var x: Int
     """The matrix [M, K]."""
     var maxima: Int
-    """Its largest magnitudes, as `workspace` of a call."""
+    """The largest magnitudes of the whole matrix, as `workspace` of a call."""
     var z: Int
-    """The matrix in 8 bits [M, K]."""
+    """The whole matrix in 8 bits [M, whole]."""
     var z_scale: Int
     """Scales of the rows of that [M], float32."""
     var zt: Int
-    """Its transpose in 8 bits [K, pitch]."""
+    """Its transpose in 8 bits [whole, pitch]."""
     var zt_scale: Int
-    """Scales of the rows of that [K], float32."""
+    """Scales of the rows of that [whole], float32."""
     var pitch: Int
     """Elements from one row of the transpose to the next."""
+    var whole: Int
+    """Columns of the whole matrix, 0 if these are all; otherwise all parts have multiples of 8."""
+    var skipped: Int
+    """Those before its own."""
 
     @staticmethod
     def at(call: Call, i: Int) -> Self:
@@ -55,6 +62,8 @@ struct Matrix(TrivialRegisterPassable):
                 call.zt,
                 call.zt_scale,
                 call.pitch,
+                0,
+                0,
             )
         return Pointer[Self, MutUntrackedOrigin](
             unsafe_from_address=call.parts
@@ -70,7 +79,7 @@ struct Piece(TrivialRegisterPassable):
     var maxima: Int64
     """Address of its maxima."""
     var z: Int64
-    """Address of the result [m, k], or 0."""
+    """Address of its columns of the result [m, whole], or 0."""
     var z_scale: Int64
     """Address of its scales [m]."""
     var zt: Int64
@@ -81,6 +90,10 @@ struct Piece(TrivialRegisterPassable):
     """Rows."""
     var k: Int32
     """Columns, a multiple of 8."""
+    var whole: Int32
+    """Elements from one row of the result to the next."""
+    var to_rows: Int32
+    """Maxima from the first of its columns to those of rows."""
     var pitch: Int32
     """Bytes of a row of the transposed result."""
     var first: Int32
@@ -113,18 +126,23 @@ struct Matrices(ImplicitlyCopyable, KernelArgument, Movable):
             raise Error(t"{count} matrices are too many for a launch")
         self.across = 0
         self.down = 0
-        self.pieces = {fill = Piece(0, 0, 0, 0, 0, 0, 0, 0, 0, Int32.MAX)}
+        self.pieces = {fill = Piece(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, Int32.MAX)}
         for i in range(count):
             var own = Matrix.at(call, i)
+            var whole = own.whole if own.whole != 0 else own.K
+            # One maximum is that of all parts.
+            var maxima = 0 if call.one_scale != 0 else 4 * own.skipped
             self.pieces[i] = Piece(
                 Int64(own.x),
-                Int64(own.maxima),
-                Int64(own.z),
+                Int64(own.maxima + maxima),
+                Int64(own.z + own.skipped if own.z != 0 else 0),
                 Int64(own.z_scale),
-                Int64(own.zt),
-                Int64(own.zt_scale),
+                Int64(own.zt + own.skipped * own.pitch if own.zt != 0 else 0),
+                Int64(own.zt_scale + 4 * own.skipped),
                 Int32(own.M),
                 Int32(own.K),
+                Int32(whole),
+                Int32(whole - own.skipped),
                 Int32(own.pitch),
                 Int32(self.down),
             )

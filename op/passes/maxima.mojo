@@ -183,7 +183,7 @@ def maxima_kernel[
     var x = matrix.x
     var m = matrix.m
     var k = matrix.k
-    var own = width if differentiates else k
+    var to_rows = width if differentiates else matrix.to_rows
     # Another matrix is wider.
     if Int(block_idx.x) * TILE_COLUMNS >= Int(k):
         return
@@ -213,7 +213,7 @@ def maxima_kernel[
                 )
                 if is_here:
                     comptime for part in range(halves):
-                        var place = (row + i * _DOWN) * Int(own) + column
+                        var place = (row + i * _DOWN) * Int(width) + column
                         at[DType.uint32](
                             x, (place + part * Int(half)) // 2
                         ).unsafe_store[alignment=16](values[part])
@@ -239,7 +239,7 @@ def maxima_kernel[
                         bits, warp.shuffle_xor(bits, UInt32(distance))
                     )
                 if thread % ACROSS == 0 and row + i * _DOWN < Int(m):
-                    var place = Int(own) + row + i * _DOWN
+                    var place = Int(to_rows) + row + i * _DOWN
                     comptime for part in range(halves):
                         keep_largest(
                             matrix.maxima,

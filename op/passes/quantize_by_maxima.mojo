@@ -203,6 +203,8 @@ def quantize_kernel[
     var zt = matrix.zt
     var m = matrix.m
     var k = matrix.k
+    var whole = Int(matrix.whole)
+    var to_rows = Int(matrix.to_rows)
     var pitch = matrix.pitch
     var first_column = Int(block_idx.x) * _TILE_COLUMNS
     # Another matrix is wider.
@@ -227,7 +229,7 @@ def quantize_kernel[
     var row = first_row + 4 * down
     var left = Int32(Int(m) - row) if is_here else Int32(0)
     var from_x = matrix.x + Int64(2 * (row * Int(k) + column))
-    var to_z = z + Int64(row * Int(k) + column)
+    var to_z = z + Int64(row * whole + column)
     var its_column = thread // 4
     comptime groups = TILE_ROWS // 16 // 4
     var its_place = first_row + 16 * groups * (thread % 4)
@@ -238,7 +240,7 @@ def quantize_kernel[
         width = 0
     var next = _rows(from_x, Int(k), left)
     var its_maximum = _maximum_of_row(
-        maxima, first_row + r, Int(m), Int(k), has_row, is_one
+        maxima, first_row + r, Int(m), to_rows, has_row, is_one
     )
     var of_columns = stack_allocation[
         2 * _TILE_COLUMNS, Float32, address_space=AddressSpace.SHARED
@@ -345,7 +347,12 @@ def quantize_kernel[
         if start + TILE_ROWS < end:
             next = _rows(from_x, Int(k), left - TILE_ROWS)
             its_maximum = _maximum_of_row(
-                maxima, start + TILE_ROWS + r, Int(m), Int(k), has_row, is_one
+                maxima,
+                start + TILE_ROWS + r,
+                Int(m),
+                to_rows,
+                has_row,
+                is_one,
             )
         rows = _used_from_here(rows)
         if z != 0:
@@ -361,7 +368,7 @@ def quantize_kernel[
                     var high = _quotients[multiplies](
                         high_halves(rows[i]), Four(pair[0]), Four(pair[1])
                     )
-                    at[DType.uint32](to_z + Int64(i * Int(k)), 0).unsafe_store[
+                    at[DType.uint32](to_z + Int64(i * whole), 0).unsafe_store[
                         alignment=8
                     ](
                         SIMD[DType.uint32, 2](
@@ -414,7 +421,7 @@ def quantize_kernel[
                 ](four)
         left -= TILE_ROWS
         width -= TILE_ROWS
-        to_z += Int64(TILE_ROWS * Int(k))
+        to_z += Int64(TILE_ROWS * whole)
         to_zt += Int64(TILE_ROWS)
 
 
@@ -430,10 +437,10 @@ def _rows(address: Int64, k: Int, left: Int32) -> StaticTuple[Words, 4]:
 
 @always_inline
 def _maximum_of_row(
-    maxima: Int64, row: Int, m: Int, k: Int, has_row: Bool, is_one: Bool
+    maxima: Int64, row: Int, m: Int, to_rows: Int, has_row: Bool, is_one: Bool
 ) -> Float32:
     if has_row and row < m:
-        return _magnitude(maxima, 0 if is_one else k + row)
+        return _magnitude(maxima, 0 if is_one else to_rows + row)
     return 0
 
 

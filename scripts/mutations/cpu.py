@@ -34,6 +34,7 @@ TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "leave_their_maxima")
 MLP_IN_8_BITS = ("tests/ops/test_fp8_mlp.py", "-k", "test_op")
 TOGETHER = ("tests/ops/test_fp8_together.py",)
+IN_PARTS = ("tests/ops/test_fp8_parts.py", "-k", "test_bits")
 MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
 GATHERED = ("tests/ops/test_fp8_gathered.py", "-k", "bits and several or no_copy")
 FIRST_COMPILED = ("tests/models/test_backend.py", "-k", "first_compiled")
@@ -706,7 +707,7 @@ MUTATIONS = (
         "a launch quantizes any number of matrices",
         "cpu",
         "fused_norm/chain/eight_bits_quantize.h",
-        "return all.size() < MOST_MATRICES && cast.dtype",
+        "return all.size() + count <= MOST_MATRICES && cast.dtype",
         "return cast.dtype",
         TOGETHER,
     ),
@@ -737,7 +738,7 @@ MUTATIONS = (
     Mutation(
         "the gradient of rows in 8 bits is that of their last layer",
         "cpu",
-        "fused_norm/chain/eight_bits_layers.h",
+        "fused_norm/chain/eight_bits_gradients.h",
         "kernels, 0, {}, nullptr, before_it)",
         "kernels, 0, {}, nullptr, {})",
         TOGETHER,
@@ -745,10 +746,18 @@ MUTATIONS = (
     Mutation(
         "stacked gradients of two layers are stored in one place",
         "cpu",
-        "fused_norm/chain/eight_bits_layers.h",
+        "fused_norm/chain/eight_bits_gradients.h",
         "first += outputs_[i++]",
         "i++",
         TOGETHER,
+    ),
+    Mutation(
+        "the third part of a matrix that is quantized begins where the second one ends by itself",
+        "cpu",
+        "fused_norm/chain/eight_bits_quantize.h",
+        "own.skipped += own.K;",
+        "own.skipped = own.K;",
+        IN_PARTS,
     ),
     Mutation(
         "copies of weights that FSDP2 gathers wait for the backward",

@@ -32,6 +32,7 @@ STACKED_SUMS = ("tests/op/norm_linear/test_sm90_stacked.py", "-k", "test_values 
 STACKED = ("tests/ops/test_fp8_weight_gradient_hopper.py", "-k", "layers_together")
 STREAMED = ("tests/ops/test_fp8_norm_hopper.py", "-k", "test_values or just_before")
 TOGETHER = ("tests/ops/test_fp8_together_hopper.py", "-k", "test_every_size")
+IN_PARTS = ("tests/ops/test_fp8_parts_hopper.py", "-k", "test_among_others")
 KEPT_MAXIMA = ("tests/ops/test_fp8_activations.py", "-k", "kernels_leave_maxima and gelu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
@@ -73,6 +74,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     OF_GRADIENTS: (_EIGHT_BITS,),
     WEIGHT_GRADIENTS: (_EIGHT_BITS,),
     TOGETHER: (_EIGHT_BITS,),
+    IN_PARTS: (_EIGHT_BITS,),
     STACKED: (_EIGHT_BITS,),
     STACKED_SUMS: (_PRODUCT,),
     STREAMED: (_EIGHT_BITS,),
@@ -389,8 +391,8 @@ MUTATIONS = (
         "the gradient of a weight in 8 bits is a product as any other",
         "gpu",
         "fused_norm/chain/eight_bits_products.h",
-        "call.dweight = address(dweight);",
-        "call.y = address(dweight);",
+        "call.dweight = address(found[0]);",
+        "call.y = address(found[0]);",
         WEIGHT_GRADIENTS,
     ),
     Mutation(
@@ -408,6 +410,14 @@ MUTATIONS = (
         "if first_row == 0:",
         "if block_idx.y == 0:",
         TOGETHER,
+    ),
+    Mutation(
+        "maxima of rows of a matrix in parts are where a whole one of a part's columns has them",
+        "gpu",
+        "op/passes/matrices.mojo",
+        "Int32(whole - own.skipped)",
+        "Int32(own.K)",
+        IN_PARTS,
     ),
     Mutation(
         "rows are taken out of shared memory before they are there",

@@ -275,13 +275,15 @@ def assert_alike(found: Any, expected: Any) -> None:
             assert (mine - other).abs().max() <= 2e-5 * other.abs().max()
 
 
-def compiled(run: Function, then: Any = None, **options: Any) -> tuple[Function, list[int]]:
+def compiled(
+    run: Function, then: Any = None, fp8: str | None = None, **options: Any
+) -> tuple[Function, list[int]]:
     """Return a compiled function, and the parts of its calls."""
     found: list[int] = []
 
     def backend(module: GraphModule, inputs: Any) -> Any:
         failures: list[str] = []
-        sites = fuse(module, Options(), failures)
+        sites = fuse(module, Options(fp8=fp8), failures)
         assert not failures
         assert all(site.fused for site in sites), sites
         for body in module.modules():

@@ -100,13 +100,29 @@ def matrices_of(call: Any) -> list[Any]:
     return [*(Matrix * call.part_count).from_address(call.parts)]
 
 
+def wholes_of(call: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield a record of each whole matrix, and the matrix, whose parts follow one another."""
+    rest = matrices_of(call)
+    while rest:
+        own, parts = rest[0], list[Tensor]()
+        whole, skipped = own.whole or own.K, 0
+        while skipped < whole:
+            part = rest.pop(0)
+            assert part.K % 8 == 0
+            assert (part.whole, part.skipped) == (own.whole, skipped)
+            common = ("M", "maxima", "z", "z_scale", "zt", "zt_scale", "pitch")
+            assert all(getattr(part, name) == getattr(own, name) for name in common)
+            parts.append(at(part.x, BF16, part.M, part.K))
+            skipped += part.K
+        assert skipped == whole
+        yield own, torch.cat(parts, 1)
+
+
 def maxima(call: Any) -> None:
     """Write the maxima of each x as numbers in float32, where kernels have bits of bfloat16."""
     is_one, of_rows = bool(call.one_scale), bool(call.z)
     if not (call.rstd or call.activation):
-        for own in matrices_of(call):
-            assert own.K % 8 == 0
-            x = at(own.x, BF16, own.M, own.K)
+        for own, x in wholes_of(call):
             keep(own.maxima, bits_of_maxima(x, is_one, bool(own.z)))
         return
     assert call.K % 8 == 0
@@ -153,9 +169,7 @@ def keep(address: int, found: Tensor) -> None:
 def quantize_by_maxima(call: Any) -> None:
     cast = Cast(TYPES[call.eight_bits], "tensor" if call.one_scale else "row")
     rounds = bool(call.power_of_two)
-    for own in matrices_of(call):
-        x = at(own.x, BF16, own.M, own.K)
-        assert own.K % 8 == 0
+    for own, x in wholes_of(call):
         if call.rstd:
             assert cast.dtype is E4M3
             x, mean, rstd = normalized(call, x)
@@ -170,10 +184,10 @@ def quantize_by_maxima(call: Any) -> None:
         if own.zt:
             q, scale = recipes.quantize(x.t(), cast, rounds)
             assert own.pitch == own.M + -own.M % 16
-            zt = at(own.zt, cast.dtype, own.K, own.pitch)
+            zt = at(own.zt, cast.dtype, x.shape[1], own.pitch)
             zt.zero_()
             zt[:, : own.M] = q
-            store(own.zt_scale, scale.expand(own.K, 1))
+            store(own.zt_scale, scale.expand(x.shape[1], 1))
 
 
 def normalize(call: Any) -> None:
