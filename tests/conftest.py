@@ -206,15 +206,15 @@ def own_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[tuple[Any, ...]]]:
-    """Returns what keeps the arguments of every call of a module's function."""
+    """Returns what keeps the positional arguments of every call of a module's function."""
 
     def watched(module: ModuleType, name: str) -> list[tuple[Any, ...]]:
         calls: list[tuple[Any, ...]] = []
         function = getattr(module, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             calls.append(arguments)
-            return function(*arguments)
+            return function(*arguments, **named)
 
         monkeypatch.setattr(module, name, call)
         return calls
