@@ -173,9 +173,11 @@ def launch_parts[
                         ctx, c.addresses[i], own_m, n, 16, c.pitch, box
                     ),
                 )
-        comptime step = config.stacked_rows()
-        m = steps_of(product.sizes, step) * step
-        product.m = Int32(m)
+        # Rows of one a are what they are.
+        comptime if config.a_transposed:
+            comptime step = config.stacked_rows()
+            m = steps_of(product.sizes, step) * step
+            product.m = Int32(m)
     # Each part begins with a new tile, or with a new k block.
     comptime if config.parts == SIDE_BY_SIDE:
         n = steps_of(product.sizes, config.columns) * config.columns

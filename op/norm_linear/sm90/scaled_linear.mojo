@@ -57,8 +57,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
             `run_maxima`, or the one of all with one_scale. With an address of dh, z is of gradients of the activation's
             result, which is smooth, and h is read: dh [M, N], of a gate [M, 2N], is written, and its maxima to the
             workspace; or of two layers, which part_count says, two matrices [M, N] one after the other, and two maxima.
-            With an address of dweight [M, N], in the place of y, z is of columns of gradients, and the weight of columns
-            of the rows that were multiplied; parts have N rows of it each, multiples of 16 but for the last, at y.
+            With an address of dweight, z is of columns of gradients, and the weight of columns of the rows that were
+            multiplied; each part has N of the M rows of the result, a multiple of 16 but for the last, at its y.
 
     Raises:
         If the driver refuses.
@@ -205,12 +205,10 @@ def _launch_promoted[dtype: DType](gpu: Gpu, call: Call) raises:
     var product = Product(call.M, call.N, call.K, _scaled(call), NoHook())
     product.band = BAND
     product.a_is_new = 1
-    var outputs = Matrices(call.dweight)
-    product.sizes[0] = Int32(call.M)
-    if call.part_count > 0:
-        product.sizes = sizes_of(call)
-        for i in range(call.part_count):
-            outputs.addresses[i] = part_at(call, i).y
+    product.sizes = sizes_of(call)
+    var outputs = Matrices(0)
+    for i in range(call.part_count):
+        outputs.addresses[i] = part_at(call, i).y
     comptime for shape in PROMOTED_SHAPES:
         if tiling.columns == shape.columns:
             launch_parts[
