@@ -212,7 +212,7 @@ C_LAYERS = [
     ["linear", "folds", "rows"],
     ["grouped", "eight_bits"],
     ["eight_bits_quantize"],
-    ["forward"],
+    ["forward", "parameters"],
     ["backward"],
     ["gradients"],
     ["family_ops"],

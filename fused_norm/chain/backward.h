@@ -4,18 +4,9 @@
 #pragma once
 
 #include "forward.h"
+#include "parameters.h"
 
 namespace fused_norm {
-
-// Which gradients are wanted, by place; at X also that of the residual.
-using Wanted = std::vector<uint8_t>;
-
-// Gradients by place. For a weight with a `main_grad`: none if a kernel has added to it, otherwise the
-// gradient of its product, to be multiplied by the normalized rows, which are then in z.
-struct Gradients {
-  Tensors found;
-  Tensor z;
-};
 
 // Whether a tensor is added to x, so that its gradient is that of x.
 constexpr bool is_summand(size_t place) { return place == X || place == RESIDUAL; }
@@ -53,8 +44,9 @@ class Backward {
       const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
       const Tensors& grads, const Wanted& wanted, const Tensors& main_grads,
       const Kernels& kernels)
-      : spec_(spec), t_(t), extent_(extent), products_(products), wanted_(wanted),
-        main_grads_(main_grads), kernels_(kernels) {
+      : spec_(spec), t_(t), extent_(extent), products_(products), main_grads_(main_grads),
+        wanted_(wanted), kernels_(kernels), homes_(t.flat.size()) {
+    main_grads_.resize(t.count());
     result_.found.resize(t.flat.size());
     size_t outputs = grads.size() - spec.returns_sum - spec.returns_norm;
     for (size_t i = 0; i < outputs; ++i) {
@@ -99,14 +91,6 @@ class Backward {
   Tensor& found(size_t place) { return result_.found[place]; }
   bool any(size_t first) const {
     return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
-  }
-  const Tensor& home(size_t place) const {
-    static const Tensor none;
-    return homes_.empty() ? none : homes_[place];
-  }
-  const Tensor& main_grad(size_t i) const {
-    static const Tensor none;
-    return main_grads_.empty() ? none : main_grads_[i];
   }
   Tensor sum_of_rows(const Tensor& rows) const {
     return fused_norm::sum_of_rows(dense(rows), kernels_.passes);
@@ -214,13 +198,6 @@ class Backward {
     }
   }
 
-  // The gradient of a product, for PyTorch's products.
-  const Tensor& whole_gradient(size_t i) const {
-    whole_.resize(dhs_.size());
-    if (!whole_[i].defined()) whole_[i] = with_whole_columns(dhs_[i], t_.weight(i));
-    return whole_[i];
-  }
-
   // A gradient's place, its address in a record, and the tensor that it is shaped like.
   struct Wish {
     size_t place;
@@ -250,7 +227,7 @@ class Backward {
         {NAMED, call.dweight, t_.weight(0)},
         {NAMED + 1, call.dbias, t_.weight(0)}}};
     bool is_wanted = false;
-    const bool is_added = wanted_[NAMED] && main_grad(0).defined();
+    const bool is_added = wanted_[NAMED] && main_grads_[0].defined();
     const bool accumulates = is_added && !x.is_cpu();
     for (const auto& [place, address, like] : results) {
       if (!wanted_[place] || found(place).defined()) continue;
@@ -260,9 +237,9 @@ class Backward {
       is_wanted = true;
     }
     if (accumulates) {
-      if (!main_grad(0).is_contiguous() || main_grad(0).dtype() != FLOAT32) return false;
+      if (!main_grads_[0].is_contiguous() || main_grads_[0].dtype() != FLOAT32) return false;
       call.accumulate = true;
-      call.dweight = address(main_grad(0));
+      call.dweight = address(main_grads_[0]);
     }
     if (is_wanted && !by_product(call, results, accumulates)) return false;
     if (is_added && !accumulates) {
@@ -302,99 +279,20 @@ class Backward {
 
   void around_products() {
     const Tensor& x = t_[X];
-    const auto count = t_.count();
+    const ProductGradients dhs(dhs_, t_);
     Tensor z = passed_rows();
     const bool is_passed = z.defined();
-    Tensor dz = wants_norm_ && !is_passed ? gradient_of_norm() : Tensor();
+    Tensor dz = wants_norm_ && !is_passed ? gradient_of_norm(dhs) : Tensor();
     if (wants_weight_ && !is_passed) {
       // The pass over x recomputes the normalized rows into dz, which nothing else needs by then.
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_) && !t_.is_narrow();
       z = may_replace ? dz : empty(Shape{extent_.M, extent_.K}, x, t_.product_dtype());
     }
-    // The products that compute the gradients of weights and, along with them, of biases.
-    Group parts;
-    auto together = planned_weight_gradients(parts, z);
-    std::vector<std::optional<Call>> by_kernel(count);
-    for (size_t i = 0; !together && i < count; ++i) {
-      const bool is_ours = !spec_.invariant && !main_grad(i).defined();
-      if (!is_ours || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
-      const size_t bias = NAMED + count + i;
-      by_kernel[i] = planned_weight_gradient(
-          dhs_[i], z, t_.weight(i), wanted_[bias] && !found(bias).defined(), kernels_.product);
-    }
-    // Gradients of biases that no activation has computed: one along with a product, several one by one.
-    Tensor sum;
-    for (size_t i = 0; !together && i < count; ++i) {
-      auto& dbias = found(NAMED + count + i);
-      if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
-      if (by_kernel[i]) {
-        const auto& own = home(NAMED + count + i);
-        dbias = own.defined() ? own : empty(Shape{dhs_[i].size(1)}, dhs_[i]);
-        by_kernel[i]->dbias = address(dbias);
-      } else if (count == 1 && (dz.defined() || z.defined())) {
-        sum = dbias = empty(Shape{extent_.N}, dhs_[i]);
-      } else {
-        dbias =
-            fused_norm::sum_of_rows(dense(dhs_[i]), kernels_.passes, home(NAMED + count + i));
-      }
-    }
-    if (!is_passed && (dz.defined() || z.defined())) norm_backward(dz, z, sum);
-    if (together) {
-      run_together(*together, parts);
-      return;
-    }
-    for (size_t i = 0; i < count; ++i) {
-      if (!wanted_[NAMED + i]) continue;
-      if (auto& call = by_kernel[i]) {
-        found(NAMED + i) =
-            weight_gradient(*call, t_.weight(i), kernels_.product, home(NAMED + i));
-      } else if (main_grad(i).defined()) {
-        found(NAMED + i) = dhs_[i];
-        result_.z = z;
-      } else {
-        found(NAMED + i) =
-            weight_gradient_by_pytorch(whole_gradient(i), z, t_.weight(i), home(NAMED + i));
-      }
-    }
-  }
-
-  // The record of one product for the gradients of all weights and biases, of normalized rows that may be
-  // overwritten after this; nothing if there is none, or its plan declines.
-  std::optional<Call> planned_weight_gradients(Group& parts, const Tensor& z) const {
-    const auto& product = kernels_.product;
-    if (!product.weight_gradient || spec_.invariant || !z.defined() || !is_grouped(t_)) {
-      return std::nullopt;
-    }
-    auto call = rows_call(z.size(0), 0, product.context);
-    call.K = z.size(1);
-    call.z = address(z);
-    for (size_t i = 0; i < t_.count(); ++i) {
-      const Tensor &dy = dhs_[i], &weight = t_.weight(i);
-      if (!wanted_[NAMED + i] || main_grad(i).defined() || !dy.defined() || !dy.is_contiguous() ||
-          dy.size(1) != weight.size(0)) {
-        return std::nullopt;
-      }
-      const size_t bias = NAMED + t_.count() + i;
-      auto& part = parts.add(call, weight);
-      part.dy = address(dy);
-      if (wanted_[bias] && !result_.found[bias].defined()) part.bias = WANTED;
-      call.N += part.N;
-    }
-    if (product.plan_weight_gradient(&call) != 0 || call.strategy == DECLINED) return std::nullopt;
-    return call;
-  }
-
-  void run_together(Call& call, Group& parts) {
-    for (size_t i = 0; i < t_.count(); ++i) {
-      auto& part = parts[i];
-      const size_t weight = NAMED + i, bias = weight + t_.count();
-      found(weight) = home(weight).defined() ? home(weight) : empty_like(t_.weight(i));
-      part.y = address(found(weight));
-      if (!part.bias) continue;
-      found(bias) = home(bias).defined() ? home(bias) : empty(Shape{part.N}, dhs_[i]);
-      part.bias = address(found(bias));
-    }
-    launch(kernels_.product.weight_gradient, call, t_[X]);
+    const bool passes = !is_passed && (dz.defined() || z.defined());
+    ParameterGradients parameters(spec_, t_, dhs, wanted_, main_grads_, homes_, kernels_, result_);
+    const Tensor dbias = parameters.plan(z, passes);
+    if (passes) norm_backward(dz, z, dbias);
+    parameters.run();
   }
 
   // The normalized rows if one kernel computes the gradients of several weights and passes over their
@@ -429,15 +327,15 @@ class Backward {
   }
 
   // The gradient of the normalized rows, in the dtype of x.
-  Tensor gradient_of_norm() const {
+  Tensor gradient_of_norm(const ProductGradients& dhs) const {
     Tensor dz = dnorm_;
     if (!dz.defined() && !t_.is_narrow() && !spec_.invariant) {
       dz = grouped_input_gradients(dhs_, t_, extent_, kernels_);
       if (dz.defined()) return dz;
     }
     for (size_t i = 0; i < t_.count(); ++i) {
-      if (!dhs_[i].defined()) continue;
-      const Tensor& dh = spec_.invariant ? dhs_[i] : whole_gradient(i);
+      if (!dhs[i].defined()) continue;
+      const Tensor& dh = spec_.invariant ? dhs[i] : dhs.whole(i);
       const Tensor weight = with_whole_rows(t_.weight(i), dh.size(1));
       if (t_.is_narrow() || spec_.invariant || !dz.defined()) {
         auto product = t_.is_narrow() && !spec_.invariant
@@ -496,13 +394,11 @@ class Backward {
   const Spec& spec_;
   const Operands& t_;
   const Extent& extent_;
-  Tensors products_;
+  Tensors products_, main_grads_;
   const Wanted& wanted_;
-  const Tensors& main_grads_;
   const Kernels& kernels_;
   Gradients result_;
   Tensors das_, dhs_, dbiases_, homes_;
-  mutable Tensors whole_;
   Tensor dsum_, dnorm_, a_;
   bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false;
 };

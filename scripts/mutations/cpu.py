@@ -786,7 +786,7 @@ MUTATIONS = (
     Mutation(
         "gradients of weights in one launch are all those of the first layer's output",
         "cpu",
-        "fused_norm/chain/backward.h",
+        "fused_norm/chain/parameters.h",
         "part.dy = address(dy);",
         "part.dy = address(dhs_[0]);",
         ("tests/chain/test_grouped_records.py", "-k", "passes_over_the_rows"),
