@@ -3,7 +3,8 @@
 
 #pragma once
 
-#include <sstream>
+#include <charconv>
+#include <string_view>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -26,14 +27,20 @@ inline Given given_of(const Tensor& tensor) {
 }
 
 // The number of a norm or an activation.
-inline int64_t number_of(const std::string& name) {
+inline int64_t number_of(std::string_view name) {
   if (name.empty()) return 0;
-  std::istringstream numbers(fused_norm::python.numbers);
-  for (std::string item; numbers >> item;) {
+  std::string_view left = fused_norm::python.numbers;
+  while (!left.empty()) {
+    const auto item = left.substr(0, left.find(' '));
     const auto end = item.find('=');
-    if (item.compare(0, end, name) == 0) return std::stoll(item.substr(end + 1));
+    int64_t number = 0;
+    if (item.substr(0, end) == name) {
+      std::from_chars(item.data() + end + 1, item.data() + item.size(), number);
+      return number;
+    }
+    left.remove_prefix(std::min(item.size() + 1, left.size()));
   }
-  throw std::runtime_error("fused_norm: no norm or activation is called " + name);
+  throw std::runtime_error("fused_norm: no norm or activation is called " + std::string(name));
 }
 
 // The message of the last exception of an op in Python: PyTorch before 2.13 keeps none.
