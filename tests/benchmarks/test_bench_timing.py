@@ -61,7 +61,8 @@ def test_cpu_timer_rotates_and_gathers_short_calls() -> None:
 
     slow = timing.CpuTimer([lambda: time.sleep(0.002)])
     slow.warm_up(0.001)
-    assert 0.002 <= slow.sample()["wall"] < 0.02
+    # The shortest of several: on a busy machine, a sleep may last.
+    assert 0.002 <= min(slow.sample()["wall"] for _ in range(5)) < 0.02
 
 
 def test_summary() -> None:
