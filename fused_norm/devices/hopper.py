@@ -1,10 +1,10 @@
 """What a forward costs with each strategy on Hopper: a model of few terms, fitted to measurements.
 
 On the device, a forward takes the sum of the terms of op/norm_linear/sm90/terms.mojo, each times a
-cost: of its launches, rows, weight, outputs, and of its product by our tiles or by cuBLAS's. Up to
-64 rows there are other kernels, and other costs. Launched, a forward takes at least the host's
-time. At sizes near an exception, the strategies that were fastest there are taken; hopper_fit.py
-finds exceptions and costs.
+cost: of its launches, rows, weight, and of its product by our tiles, by those of a fold or by
+cuBLAS's. Up to 16 and up to 64 rows there are other kernels, and other costs. Launched, a forward
+takes at least the host's time. At sizes near an exception, the strategies that were fastest there
+are taken; hopper_fit.py finds exceptions and costs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from fused_norm.devices.costs import check_costs, read
 # In the order of costs.mojo. Only bfloat16 is folded.
 STRATEGIES = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
 UNFOLDED = ("composed", "around")
-# The most rows that each set of costs is for: 64 is the limit of the kernel for few rows.
-ROWS = (64, math.inf)
+# The most rows that each set of costs is for, and the most features that only the last one is for:
+# limits of the kernels for few rows.
+ROWS = (16, 64, math.inf)
+TILED = 64
 TERMS = 8
 # The choices, each among a dtype's strategies: launched, then in a graph, with folds kept and
 # without; then the product after a pass.
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
 CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
 DTYPES = ("bfloat16", "float16", "float32")
-# For M, K, N: the terms with our product and with PyTorch's.
-Terms = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
+# The strategies of each product: ours behind a pass, PyTorch's, and ours of a fold.
+PRODUCTS = (("composed",), ("around",), ("kept", "anew"))
+# For M, K, N: the terms with each of PRODUCTS.
+Terms = Callable[[int, int, int], Sequence[Sequence[int]]]
 
 
 class GpuCall(NamedTuple):
@@ -135,12 +139,15 @@ def _check(device: Hopper) -> None:
 
 def place(call: GpuCall) -> int:
     """Return which of ROWS a call's are."""
+    if call.K <= TILED:
+        return len(ROWS) - 1
     return next(place for place, most in enumerate(ROWS) if most >= call.M)
 
 
 def terms_of(call: GpuCall, strategy: str, terms: Terms) -> Sequence[int]:
     """Return the terms of a forward with a strategy."""
-    return terms(call.M, call.K, call.N)[strategy == "around"]
+    product = next(i for i, strategies in enumerate(PRODUCTS) if strategy in strategies)
+    return terms(call.M, call.K, call.N)[product]
 
 
 def choices(

@@ -7,6 +7,7 @@ strategies that were fastest there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fused_norm.devices.hopper import (
     DTYPES,
     ROWS,
     STRATEGIES,
+    TERMS,
     GpuCall,
     Hopper,
     Terms,
@@ -28,6 +30,8 @@ AS_GOOD_IN = {"bfloat16": DTYPES[:2], "float16": DTYPES[:2], "float32": DTYPES[2
 # The host bounds a call of which the device takes less than this. Its time differs by a factor of
 # two, from host to host and from minute to minute: the lowest quarter of such calls is below it.
 BOUNDED, QUARTER = 0.5, 4
+# As many calls as this, twice the costs, tell the costs of a kernel for few rows.
+ENOUGH = 2 * TERMS
 
 
 def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], terms: Terms) -> Hopper:
@@ -43,8 +47,7 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], terms: Terms
     for dtype in DTYPES:
         members, known = _calls_of(dtype, calls)
         for strategy in known:
-            timed = [c for c in members if strategy in c.graph]
-            parts = [[c for c in timed if place(c) == each] for each in range(len(ROWS))]
+            parts = _parts([c for c in members if strategy in c.graph])
             if all(parts):
                 device.costs[f"{dtype} {strategy}"] = [
                     fitted(
@@ -59,6 +62,14 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], terms: Terms
                 if len(call.graph) == len(known) and (best := _faster(device, call, terms))
             )
     return device
+
+
+def _parts(calls: list[GpuCall]) -> list[list[GpuCall]]:
+    """Return what each set of costs is fitted to: of few rows all, if too few are of one kernel."""
+    parts = [[call for call in calls if place(call) == each] for each in range(len(ROWS))]
+    *few, tiled = parts
+    all_few = list(itertools.chain(*few))
+    return [*(part if len(part) >= ENOUGH else all_few for part in few), tiled]
 
 
 def _calls_of(dtype: str, calls: Sequence[GpuCall]) -> tuple[list[GpuCall], list[str]]:

@@ -57,7 +57,7 @@ def strategies() -> Iterator[Callable[[int], None]]:
     before, told = (kernels.gpu_strategy, kernels.hopper_costs), dict[int, int]()
     # Costs with which PyTorch's product is always the faster one after our passes.
     theirs = array("d", [0.0] * (1 + len(hopper.STRATEGIES)))
-    for strategy in (*hopper.STRATEGIES, *hopper.STRATEGIES):
+    for strategy in len(hopper.ROWS) * list(hopper.STRATEGIES):
         theirs.extend((float(strategy != "around"), *[0.0] * (hopper.TERMS - 1)))
 
     def go(strategy: int) -> None:
@@ -245,11 +245,10 @@ def model_terms(device: int) -> Terms:
     module = build.load(kernels.hopper_extension(torch.bfloat16, 0))
 
     @functools.cache
-    def terms(M: int, K: int, N: int) -> tuple[list[int], list[int]]:
-        ours, others = (
-            [module.term(M, K, N, processors, whose, i) for i in range(hopper.TERMS)]
-            for whose in (0, 1)
-        )
-        return ours, others
+    def terms(M: int, K: int, N: int) -> list[list[int]]:
+        return [
+            [module.term(M, K, N, processors, product, i) for i in range(hopper.TERMS)]
+            for product in range(len(hopper.PRODUCTS))
+        ]
 
     return terms

@@ -134,8 +134,10 @@ def terms_of(calls: Sequence[GpuCall]) -> Terms:
     numbers = itertools.chain.from_iterable(sizes)
     lines = printed("scripts/measure/sm90_terms.mojo", numbers)
     rows = [list(map(int, line.split())) for line in lines]
+    starts = [product * hopper.TERMS for product in range(len(hopper.PRODUCTS))]
     found = {
-        size: (r[: hopper.TERMS], r[hopper.TERMS :]) for size, r in zip(sizes, rows, strict=True)
+        size: [row[start : start + hopper.TERMS] for start in starts]
+        for size, row in zip(sizes, rows, strict=True)
     }
     return lambda M, K, N: found[M, K, N]
 

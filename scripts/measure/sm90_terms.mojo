@@ -1,11 +1,18 @@
 """Prints the terms of forwards on Hopper, which the cost model multiplies by its costs, without a GPU.
 
-For each group of three arguments M, K, N, a line: those with our product, then those with PyTorch's.
+For each group of three arguments M, K, N, a line: those with our product behind a pass, with PyTorch's, and with our
+product of a fold.
 """
 
 from std.sys import argv
 
-from op.norm_linear.sm90.terms import TERMS, terms
+from op.norm_linear.sm90.terms import (
+    BEHIND_PASS,
+    LIBRARY,
+    OF_FOLD,
+    TERMS,
+    terms,
+)
 
 comptime PROCESSORS = 132
 
@@ -16,8 +23,8 @@ def main() raises:
         var m = Int(numbers[at])
         var k = Int(numbers[at + 1])
         var n = Int(numbers[at + 2])
-        for is_library in [False, True]:
-            var found = terms(m, k, n, PROCESSORS, is_library)
+        for product in [BEHIND_PASS, LIBRARY, OF_FOLD]:
+            var found = terms(m, k, n, PROCESSORS, product)
             for i in range(TERMS):
                 print(found[i], end=" ")
         print()

@@ -13,16 +13,17 @@ from fused_norm.call import record
 # gate and a ReLU. By what was measured on an H100.
 PLANS = {
     (16384, 768, 2304): (True, True, True, True, True, True, True, False),
-    (16384, 4096, 12288): (True, True, True, True, True, True, True, False),
-    (8192, 4096, 4096): (True, True, True, True, True, True, True, False),
+    # Both products take the same time within 1 %, and PyTorch's is taken.
+    (16384, 4096, 12288): (True, True, True, True, False, True, True, False),
+    (8192, 4096, 4096): (False, True, True, True, False, True, True, False),
     (16384, 1024, 1024): (True, True, True, True, True, True, True, False),
-    (1024, 4096, 4096): (True, True, True, True, True, True, True, False),
+    (1024, 4096, 4096): (False, True, True, True, False, True, True, False),
     # PyTorch's product of dy and the weight shares its long sums between tiles.
     (2048, 768, 3072): (True, True, True, True, False, False, False, False),
     # Few rows share no pass of their own; very few have a kernel that activates, and one that adds
     # as fast as PyTorch's product.
     (64, 4096, 4096): (True, False, False, False, True, False, False, False),
-    (64, 4096, 12288): (False, False, False, False, False, False, False, False),
+    (64, 4096, 12288): (False, False, False, False, True, False, False, False),
     (16, 4096, 12288): (True, True, True, True, True, False, False, False),
     # Sums of one k block.
     (16, 64, 4096): (True, False, False, False, False, False, False, False),

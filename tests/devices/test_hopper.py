@@ -119,12 +119,12 @@ def test_model_chooses_well_at_sizes_it_was_not_fitted_to(
 
 def _timed(dtype: str, M: int, composed: float, around: float, launched: float) -> GpuCall:
     us = {"composed": composed, "around": around}
-    return GpuCall(dtype, M, 8, 8, us, dict.fromkeys(us, launched))
+    return GpuCall(dtype, M, 128, 8, us, dict.fromkeys(us, launched))
 
 
-def _alike(M: int, K: int, N: int) -> tuple[list[int], list[int]]:
+def _alike(M: int, K: int, N: int) -> list[list[int]]:
     """Return terms of a model by which time grows with the rows alone."""
-    return [M] * hopper.TERMS, [M] * hopper.TERMS
+    return [[M] * hopper.TERMS] * len(hopper.PRODUCTS)
 
 
 def test_sixteen_bits_take_the_same_time_in_both_dtypes() -> None:
@@ -137,9 +137,9 @@ def test_sixteen_bits_take_the_same_time_in_both_dtypes() -> None:
     fitted = hopper_fit.fit("nvidia-h100", {}, calls, _alike)
     assert {name.split(" ")[0] for name in fitted.costs} == {"bfloat16", "float16"}
     assert [each[:3] for each in fitted.exceptions] == [
-        ["bfloat16", 8, 8],
-        ["float16", 8, 8],
-        ["float16", 4, 8],
+        ["bfloat16", 8, 128],
+        ["float16", 8, 128],
+        ["float16", 4, 128],
     ]
     assert all(each[4:] == ["composed"] * 2 + ["around"] * 3 for each in fitted.exceptions)
 
@@ -160,9 +160,29 @@ def test_few_calls_are_no_exceptions() -> None:
     assert (fitted.costs, fitted.exceptions) == ({}, [])
 
 
+SETS = len(hopper.ROWS)
+
+
+def test_each_kernel_has_costs_of_its_own() -> None:
+    """Sums of one k block run in tiles, however few rows there are."""
+    sizes = {(16, 72): 0, (17, 72): 1, (64, 72): 1, (65, 72): 2, (1, 64): 2}
+    for (M, K), place in sizes.items():
+        assert hopper.place(GpuCall("bfloat16", M, K, 8, {}, {})) == place, (M, K)
+
+
+def test_few_calls_of_a_kernel_for_few_rows() -> None:
+    """Costs of 17 to 64 rows are those of all few rows until there are calls enough."""
+    calls = [_timed("bfloat16", M, 2.0 * M, 9.0 * M, 900.0) for M in (*range(1, 17), 100, 200)]
+    few = [_timed("bfloat16", M, 4.0 * M, 9.0 * M, 900.0) for M in range(20, 36)]
+    assert len(few) == hopper_fit.ENOUGH
+    for found, slower in ((few[:1], False), (few, True)):
+        costs_ = hopper_fit.fit("", {}, [*calls, *found], _alike).costs["bfloat16 composed"]
+        assert (sum(costs_[1]) > 3 * sum(costs_[2]) / 2) == slower
+
+
 def _device(**changed: Any) -> dict[str, Any]:
     strategies = {
-        f"bfloat16 {strategy}": [[1.0] * hopper.TERMS] * 2 for strategy in hopper.STRATEGIES
+        f"bfloat16 {strategy}": [[1.0] * hopper.TERMS] * SETS for strategy in hopper.STRATEGIES
     }
     host = dict.fromkeys(hopper.STRATEGIES, 10.0)
     exception = ["bfloat16", 8, 8, 8, *["composed"] * 5]
@@ -171,12 +191,12 @@ def _device(**changed: Any) -> dict[str, Any]:
 
 
 DAMAGED = {
-    "no costs of a strategy": {"costs": {"bfloat16 composed": [[1.0] * hopper.TERMS] * 2}},
+    "no costs of a strategy": {"costs": {"bfloat16 composed": [[1.0] * hopper.TERMS] * SETS}},
     "fewer terms": {
-        "costs": {f"bfloat16 {strategy}": [[1.0]] * 2 for strategy in hopper.STRATEGIES}
+        "costs": {f"bfloat16 {strategy}": [[1.0]] * SETS for strategy in hopper.STRATEGIES}
     },
     "negative": {
-        "costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * 2 for w in hopper.STRATEGIES}
+        "costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * SETS for w in hopper.STRATEGIES}
     },
     "no host": {"host": {}},
     "an exception of fewer strategies": {"exceptions": [["bfloat16", 8, 8, 8, "composed"]]},
@@ -190,7 +210,7 @@ def test_damaged_measurements_are_refused(name: str, tmp_path: Path) -> None:
     """Kernels read what they are given unchecked."""
     path = tmp_path / "tuned-nvidia-h100.json"
     path.write_text(json.dumps(_device()))
-    assert len(choice.load(path).as_array("bfloat16")) == 5 + 2 * 4 * hopper.TERMS + 8
+    assert len(choice.load(path).as_array("bfloat16")) == 5 + SETS * 4 * hopper.TERMS + 8
     path.write_text(json.dumps(_device(**DAMAGED[name])))
     with pytest.raises(ValueError, match="holds no measurements of a device"):
         choice.load(path)

@@ -57,9 +57,9 @@ comptime VERY_FEW_ROWS = 16
 """Most rows where two blocks fit an SM; also the most for grouped products and gates."""
 comptime NARROWEST_GATE = 128
 """Fewest columns of a tile where a gate halves them."""
+comptime STORE_CYCLES = 4400
+"""Cycles in which a warpgroup stores 128 rows of 128 columns."""
 
-# Cycles in which a warpgroup stores 128 rows of 128 columns.
-comptime _STORE = 4400
 # Percentage of the SMs' time that a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
 # Where only one block of each cluster has rows, the L2 cache keeps up with the narrowest tiles, and more of them read
@@ -117,7 +117,7 @@ def percent_used(config: Config, m: Int, n: Int, clusters: Int) -> Int:
 def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
     """Estimates the cycles that a product takes."""
     comptime config = Config.of(shape.columns, ping_pong=shape.ping_pong)
-    comptime store = _STORE * shape.columns // 128
+    comptime store = STORE_CYCLES * shape.columns // 128
     var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
     var permille = shape.permille
     if config.cluster * m <= config.cluster_rows():

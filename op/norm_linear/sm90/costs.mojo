@@ -6,17 +6,22 @@ fused_norm/devices/hopper.py fits the costs of the `terms` to measurements, and 
 from std.utils import StaticTuple
 
 from ...device import Launcher
-from ...gemm.sm90.tiling import MOST_FEW_ROWS
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-from .terms import TERMS, terms
+from .terms import (
+    BEHIND_PASS,
+    LIBRARY,
+    OF_FOLD,
+    ROW_SETS,
+    TERMS,
+    row_set,
+    terms,
+)
 
 comptime _STRATEGIES = [KEPT_FOLD, NEW_FOLD, FUSED, DECLINED]
 comptime _COUNT = len(_STRATEGIES)
 # The last two of them differ in the product: ours or PyTorch's.
 comptime _OURS = 2
 comptime _LIBRARY = 3
-# Sets of costs: of few rows, for which both libraries have special kernels, and of many.
-comptime _ROWS = 2
 comptime _EXCEPTION = 8
 # Sizes are alike whose ratios are at most this, each.
 comptime _ALIKE = 1.05
@@ -80,12 +85,18 @@ struct Costs(TrivialRegisterPassable):
             )
         var best = FUSED
         var least = Float64.MAX
-        var ours = terms(m, k, n, self.processors, False)
-        var theirs = terms(m, k, n, self.processors, True)
+        var folded = terms(m, k, n, self.processors, OF_FOLD)
+        var ours = terms(m, k, n, self.processors, BEHIND_PASS)
+        var theirs = terms(m, k, n, self.processors, LIBRARY)
         comptime for i in range(_COUNT):
             comptime strategy = _STRATEGIES[i]
             if strategy != KEPT_FOLD or may_keep:
-                var us = self._us(i, m, theirs if i == _LIBRARY else ours)
+                var found = folded
+                comptime if i == _OURS:
+                    found = ours
+                elif i == _LIBRARY:
+                    found = theirs
+                var us = self._us(i, row_set(m, k), found)
                 if not in_graph:
                     us = max(us, self._at(1 + i))
                 if us < least:
@@ -109,16 +120,16 @@ struct Costs(TrivialRegisterPassable):
         var measured = self._exception(m, k, n)
         if measured != 0:
             return Int(self._at(measured + _PASSED)) == FUSED
-        var ours = terms(m, k, n, self.processors, False)
-        var theirs = terms(m, k, n, self.processors, True)
-        return self._us(_OURS, m, ours) <= self._us(_LIBRARY, m, theirs)
+        var rows = row_set(m, k)
+        var ours = terms(m, k, n, self.processors, BEHIND_PASS)
+        var theirs = terms(m, k, n, self.processors, LIBRARY)
+        return self._us(_OURS, rows, ours) <= self._us(_LIBRARY, rows, theirs)
 
     def _us(
-        self, strategy: Int, m: Int, found: StaticTuple[Int, TERMS]
+        self, strategy: Int, rows: Int, found: StaticTuple[Int, TERMS]
     ) -> Float64:
-        """Estimates the time of a forward in a graph, by the place of its strategy in _STRATEGIES."""
-        var is_many = Int(m > MOST_FEW_ROWS)
-        var place = 1 + _COUNT + (is_many * _COUNT + strategy) * TERMS
+        """Estimates the time of a forward in a graph, by its set of costs and the place of its strategy in _STRATEGIES."""
+        var place = 1 + _COUNT + (rows * _COUNT + strategy) * TERMS
         var us = Float64(0)
         for i in range(TERMS):
             us += self._at(place + i) * Float64(found[i])
@@ -126,7 +137,7 @@ struct Costs(TrivialRegisterPassable):
 
     def _exception(self, m: Int, k: Int, n: Int) -> Int:
         """Finds the nearest exception among those alike, 0 without one."""
-        var place = 1 + _COUNT + _ROWS * _COUNT * TERMS
+        var place = 1 + _COUNT + ROW_SETS * _COUNT * TERMS
         var nearest = _ALIKE * _ALIKE * _ALIKE
         var found = 0
         for _ in range(Int(self._at(0))):

@@ -8,28 +8,62 @@ from ...gemm.sm90.config import TILE_ROWS, Config
 from ...gemm.sm90.few_rows.layout import FEW_CLUSTER, FEW_OUTPUTS
 from ...gemm.sm90.tiling import (
     MOST_FEW_ROWS,
+    STORE_CYCLES,
     VERY_FEW_ROWS,
     Tiling,
     count_tiles,
-    fewest_cycles,
+    is_for_few_rows,
 )
+from ...gemm.sm90.wgmma import K_BLOCK
 from ...python import Arguments, Values, integer
 
 comptime TERMS = 8
 """How many there are."""
+comptime BEHIND_PASS = 0
+"""Our product of rows that a pass has normalized."""
+comptime LIBRARY = 1
+"""PyTorch's product of such rows."""
+comptime OF_FOLD = 2
+"""Our product of a folded weight."""
+comptime TILES = 2
+"""The set of costs of tiles, behind those of the kernels for very few and for few rows."""
+comptime ROW_SETS = 3
+"""How many sets of costs there are."""
 
-# PyTorch's product splits sums that are longer between tiles, up to as many rows as have other kernels.
+# PyTorch's product splits sums that are longer between tiles.
 comptime _LONGEST_SUM = 2048
 # Elements of a weight from which on it is read as fast as memory can.
 comptime _LARGE_WEIGHT = 1 << 20
-# Rows and columns of PyTorch's usual tiles.
+# Rows and columns of PyTorch's usual tiles, and columns that are stored together.
 comptime _LIBRARY_TILE = 128
+comptime _LIBRARY_COLUMNS = 64
+# Products from which on PyTorch's are slowed down by the limit of power, too.
+comptime _POWER_LIMIT = 1 << 34
 # Elements of a sector of 32 bytes, which memory is read by.
 comptime _SECTOR = 16
+# Elements that the warp of a row reads together.
+comptime _ROW_STEP = 256
+# Bytes that the L2 cache gives all SMs in a cycle.
+comptime _L2_BYTES = 6000
+
+
+def row_set(m: Int, k: Int) -> Int:
+    """Finds which set of costs a forward has.
+
+    Args:
+        m: Rows.
+        k: Features.
+
+    Returns:
+        Its place, below `ROW_SETS`.
+    """
+    if is_for_few_rows(m, k, VERY_FEW_ROWS):
+        return 0
+    return 1 if is_for_few_rows(m, k, MOST_FEW_ROWS) else TILES
 
 
 def terms(
-    m: Int, k: Int, n: Int, processors: Int, is_library: Bool
+    m: Int, k: Int, n: Int, processors: Int, product: Int
 ) -> StaticTuple[Int, TERMS]:
     """Counts what a forward's time consists of: the costs multiply these.
 
@@ -38,50 +72,79 @@ def terms(
         k: Features.
         n: Outputs.
         processors: SMs of the device.
-        is_library: Whether the product is PyTorch's.
+        product: `BEHIND_PASS`, `LIBRARY` or `OF_FOLD`.
 
     Returns:
-        Its launches, the elements of x, of the weight and of y, then what is the product's own.
+        Its launches, then what passes and the product take.
     """
     var found = StaticTuple[Int, TERMS](fill=0)
     found[0] = 1
-    found[1] = m * k
-    found[2] = k * n
-    found[3] = m * n
-    if m <= MOST_FEW_ROWS:
-        if is_library:
-            found[4] = k
-            found[5] = min(k, _LONGEST_SUM)
-            found[6] = min(k * n, _LARGE_WEIGHT)
+    if row_set(m, k) == TILES:
+        # At the limit of its power, a GPU lowers its clock.
+        found[1] = m * k * n
+        # A warp waits for each row of statistics; a pass writes rows as well, and reads keep it busy.
+        found[2] = m
+        if product != OF_FOLD:
+            found[2] = m * ceildiv(k, _ROW_STEP) * _ROW_STEP
+        if product != BEHIND_PASS:
+            found[3] = k * n
+        if product == LIBRARY:
+            # Where the tiles fill less than half of the device, a tile takes as long as its sums, which may be split.
+            var tiles = ceildiv(m, _LIBRARY_TILE) * ceildiv(n, _LIBRARY_TILE)
+            if tiles <= processors // 2:
+                found[4] = min(k, _LONGEST_SUM)
+            found[5] = m * ceildiv(n, _LIBRARY_COLUMNS) * _LIBRARY_COLUMNS
+            if n % _SECTOR != 0:
+                found[6] = m * n
+            found[7] = max(0, m * k * n - _POWER_LIMIT)
             return found
-        # One cluster computes a tile.
-        found[4] = ceildiv(ceildiv(n, FEW_OUTPUTS), processors // FEW_CLUSTER)
-        found[5] = found[4] * k
-        # Of more rows, only one block fits an SM, and less of the weight is on its way.
-        if m > VERY_FEW_ROWS:
-            found[6] = k * n
-        if k % _SECTOR != 0:
-            found[7] = k * n
-        return found
-    # At the limit of its power, a GPU lowers its clock.
-    found[4] = m * k * n
-    if is_library:
-        found[5] = m
-        # Where the tiles fill less than half of the device, a tile takes as long as its sums.
-        var tiles = ceildiv(m, _LIBRARY_TILE) * ceildiv(n, _LIBRARY_TILE)
-        if tiles <= processors // 2:
+        var tiling = Tiling.best(m, n, k, processors)
+        var config = Config.of(tiling.columns, ping_pong=tiling.ping_pong)
+        var clusters = processors // config.cluster
+        var tiles = count_tiles(config, m, n)
+        var waves = ceildiv(tiles, clusters)
+        found[4] = _cycles(config, m, k, waves, min(tiles, clusters))
+        found[5] = n
+        if waves == 1:
             found[6] = k
+        # Boxes of rows that start inside a sector are slow to fill.
+        if k % _SECTOR != 0:
+            found[7] = tiles * (config.cluster_rows() + config.columns) * k
         return found
-    found[5] = fewest_cycles(m, n, k, processors)
-    # Boxes that lie outside the matrix in part are slow to fill.
-    if m % TILE_ROWS != 0:
-        var config = Config.of(Tiling.best(m, n, k, processors).columns)
-        var loaded = config.cluster_rows() + config.columns
-        found[6] = count_tiles(config, m, n) * loaded * k
-    # So are those of rows that start inside a sector.
+    found[1] = n
+    found[2] = k * n
+    found[3] = min(k, _LONGEST_SUM)
     if k % _SECTOR != 0:
-        found[7] = found[5]
+        found[4] = k * n
+    if product == LIBRARY:
+        found[5] = k
+        found[6] = min(k * n, _LARGE_WEIGHT)
+        return found
+    # One cluster computes a tile.
+    found[5] = ceildiv(ceildiv(n, FEW_OUTPUTS), processors // FEW_CLUSTER)
+    found[6] = found[5] * k
+    # Rows whose statistics are gathered take longer than those that only are multiplied.
+    if product == OF_FOLD and k % K_BLOCK == 0:
+        found[7] = found[6]
     return found
+
+
+def _cycles(config: Config, m: Int, k: Int, waves: Int, at_once: Int) -> Int:
+    """Estimates the cycles of tiles, each as long as its products or what it loads."""
+    var blocks = ceildiv(k, K_BLOCK)
+    # Of what tensor cores can do, products are 87 %.
+    var products = blocks * (K_BLOCK // 16) * config.columns * 115 // 100
+    var loaded = 2 * K_BLOCK * (config.cluster_rows() + config.columns)
+    var loads = at_once * blocks * loaded // _L2_BYTES
+    # Boxes that are outside the matrix in part are slow to fill.
+    if m % TILE_ROWS != 0:
+        loads = loads * 7 // 5
+    var cycles = max(products, loads)
+    var store = STORE_CYCLES * config.columns // 128
+    if config.ping_pong:
+        # One consumer stores while the other multiplies, but for the last tile.
+        return waves * max(cycles, (cycles + store) // 2) + store
+    return waves * (cycles + store // 2)
 
 
 def term(
@@ -91,7 +154,7 @@ def term(
 
     Args:
         module: The extension.
-        values: M, K, N, the device's SMs, 0 for our product or 1 for PyTorch's, and the cost's place.
+        values: M, K, N, the device's SMs, the product, and the cost's place.
         count: 6.
 
     Returns:
@@ -102,5 +165,5 @@ def term(
     var k = arguments.integer()
     var n = arguments.integer()
     var processors = arguments.integer()
-    var found = terms(m, k, n, processors, arguments.integer() != 0)
+    var found = terms(m, k, n, processors, arguments.integer())
     return integer(found[arguments.integer()])
