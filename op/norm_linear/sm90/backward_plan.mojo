@@ -9,11 +9,12 @@ from std.sys import size_of
 from ...call import Call
 from ...device import Launcher
 from ...gemm.sm90.split_k import SplitK
-from ...gemm.sm90.tiling import Tiling
+from ...gemm.sm90.tiling import FEW_ROWS, Tiling
 from ...passes.gpu import GpuRunner
 from ...passes.normalize_backward import workspace
 from ..plan import DECLINED, FUSED
 from .choice import has_kernels
+from .costs import Costs
 from .launch_row_pass import RowPassLayout, pays
 from .workspace import PART
 
@@ -24,6 +25,8 @@ comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
 # With more outputs, PyTorch's products and a pass take 0.97 to 0.98 of the time (docs/hopper-log.md, "The pass in the kernel
 # of the product").
 comptime _MOST_OUTPUTS = 12288
+# Microseconds of the sums of dy, a kernel of its own where the product of dW is PyTorch's.
+comptime _SUMS_US = Float64(3)
 
 
 struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
@@ -98,6 +101,20 @@ def is_too_wide(call: Call) -> Bool:
     return call.N > _MOST_OUTPUTS and call.dbias == 0 and call.accumulate == 0
 
 
+def few_rows_pay(call: Call, costs: Costs) -> Bool:
+    """Tells whether the kernel for few rows makes dz in about the time of PyTorch's product, which shares sums as long as a
+    wide layer's outputs among more SMs.
+
+    Args:
+        call: The sizes.
+        costs: What products cost on the device.
+
+    Returns:
+        Whether it does.
+    """
+    return costs.is_faster(call.M, call.N, call.K, _SUMS_US)
+
+
 def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the strategy of a backward and the bytes of its workspace.
 
@@ -119,7 +136,13 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         )
         # Either both products are as fast as cuBLAS's, or they are so small that it does not matter.
         if call.M * call.N * call.K <= few or (
-            plan.tiling.fills() and plan.split.pays and not is_too_wide(call)
+            plan.tiling.fills()
+            and plan.split.pays
+            and not is_too_wide(call)
+            and (
+                plan.tiling.columns != FEW_ROWS
+                or few_rows_pay(call, Costs(launcher))
+            )
         ):
             call.strategy = FUSED
             call.workspace_bytes = plan.workspace_bytes
