@@ -22,6 +22,7 @@ from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
+from fused_norm.models.hooks import keep_hooked
 from fused_norm.models.layouts import keep_dense
 from fused_norm.models.masks import masks_handed_over
 from fused_norm.models.norms import Norm, candidates, find_norm
@@ -173,6 +174,8 @@ def fuse_graph(
         # Under deterministic algorithms, F.pad asks rows for their device while it is traced.
         if node.target is getattr and not node.users:
             graph.erase_node(node)
+    if not keep_hooked(graph):
+        return _left(graph, "a hook is registered on a tensor that is written, or may be a result")
     emitter = Emitter(graph)
     attention = simplify_attention(emitter.flow, masks or {})
     write_out_attention(emitter)
@@ -209,6 +212,12 @@ def fuse_graph(
     sites += precision.rewrite_linears(emitter)
     keep_dense(emitter)
     return heads + sites + left + turns + attention
+
+
+def _left(graph: Graph, reason: str) -> list[Site]:
+    """Return the norms of a graph that stays as it is."""
+    norms = [norm for norm in map(find_norm, candidates(graph)) if norm is not None]
+    return [Site(n.path, n.kind, reason=reason).describe(value(n.x)) for n in norms]
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
