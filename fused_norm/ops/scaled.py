@@ -50,8 +50,8 @@ def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
             raise NotImplementedError(
                 f"FP8 takes weights of two dimensions, got {list(weight.shape)} of {weight.dtype}"
             )
-        # Nothing would write a product of no features.
-        if not weight.shape[1] or any(size % MULTIPLE for size in weight.shape):
+        # Nothing would write a product of no features, and no numbers have no largest magnitude.
+        if not all(weight.shape) or any(size % MULTIPLE for size in weight.shape):
             raise RuntimeError(
                 f"FP8 needs features and outputs that are multiples of {MULTIPLE}, but got a "
                 f"weight of shape {list(weight.shape)}"

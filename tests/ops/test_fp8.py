@@ -451,6 +451,16 @@ def test_errors_come_before_anything_runs() -> None:
         fn.norm_linear(x, w, recipe="rowwise")
 
 
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("outputs", [(0,), (32, 0), (0, 32)], ids=str)
+def test_no_outputs_are_an_error(recipe: str, outputs: tuple[int, ...]) -> None:
+    """Zeros took the place of what other layers had given the gradient of x."""
+    x = torch.randn(8, 128, dtype=torch.bfloat16).requires_grad_()
+    weights = tuple(torch.randn(n, 128, dtype=torch.bfloat16).requires_grad_() for n in outputs)
+    with pytest.raises(RuntimeError, match="multiples of 16"):
+        fn.norm_linear(x, weights, recipe=recipe)
+
+
 def test_wrong_operands_are_errors_in_the_words_of_pytorch() -> None:
     x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
     second = torch.randn(K, N).bfloat16()
