@@ -45,8 +45,9 @@ def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
     try:
         yield
     finally:
-        _mode.reset(before)
+        # First: in another task than that which entered the block, the other is an error.
         _leave(block)
+        _mode.reset(before)
 
 
 def chosen(recipe: str | None) -> str | None:

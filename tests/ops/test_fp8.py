@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from torch.autograd import forward_ad
 import fused_norm as fn
 from fused_norm import composition, recipes
 from fused_norm.call import contexts, frozen
-from fused_norm.ops import fp8, scaled
+from fused_norm.ops import autocast_fp8, fp8, scaled
 from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.recipes import E4M3, E5M2, Cast
 
@@ -258,6 +259,19 @@ def test_compiled_calls_have_the_recipe_of_the_innermost_block() -> None:
         with fn.autocast_fp8("rowwise"):
             assert torch.equal(compiled(x), layer(x))
         assert torch.equal(compiled(x), layer(x))
+
+
+def test_a_block_that_another_task_leaves_ends_for_compiled_calls() -> None:
+    def inside() -> Iterator[None]:
+        with fn.autocast_fp8("tensorwise"):
+            yield
+
+    entered = inside()
+    copy_context().run(next, entered)
+    assert autocast_fp8.state() == (None, "tensorwise")
+    with pytest.raises(ValueError, match="different Context"):
+        entered.close()
+    assert autocast_fp8.state() == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")
