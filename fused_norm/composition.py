@@ -12,6 +12,7 @@ serves derivatives that have no kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +273,8 @@ def gradients(
         changed = list(tensors)
         for i, value in zip(chosen, values, strict=True):
             changed[i] = value
-        results = compute(spec, unflat(changed))
+        with cast_as_recorded(t):
+            results = compute(spec, unflat(changed))
         return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
 
     values = [tensors[i] for i in chosen]
@@ -280,6 +282,20 @@ def gradients(
     pull = torch.func.vjp(function, *values)[1]
     found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
     return [next(found) if w else None for w in wanted]
+
+
+def cast_as_recorded(t: Operands) -> AbstractContextManager[Any]:
+    """Return the autocast that gave weights another dtype than x, to compute a call in it again.
+
+    It may have ended: a backward usually runs after it.
+
+    Args:
+        t: The tensors of a call that kernels take.
+    """
+    dtype = t.weights[0].dtype
+    if dtype is t.x.dtype:
+        return nullcontext()
+    return torch.autocast(t.x.device.type, dtype, cache_enabled=False)
 
 
 def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -108,7 +108,8 @@ def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Spec, bool]:
 
 def _empty_forward(spec: Spec, t: Operands, keeps: bool) -> list[Tensor]:
     """Return the results of a call without rows, features or outputs, with PyTorch's ops."""
-    outputs = composition.compute(spec, t)
+    with composition.cast_as_recorded(t):
+        outputs = composition.compute(spec, t)
     kept = _fake_forward(*t, *spec, keeps)
     given = len(outputs) - spec.returns_sum - spec.returns_norm
     results = Results.unflat([torch.zeros_like(k) for k in kept], spec, t, keeps)

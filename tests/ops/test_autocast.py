@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,7 @@ import fused_norm as fn
 from fused_norm.composition import Operands, Spec
 from fused_norm.ops import head as head_ops
 from fused_norm.ops.autocast import cast, dtype_of_products
-from fused_norm.ops.operands import as_kernels_need
+from fused_norm.ops.operands import as_kernels_need, at_every_size
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -58,6 +61,44 @@ def test_products_are_those_of_cast_operands(monkeypatch: pytest.MonkeyPatch) ->
         zeros = torch.zeros(64, 48, dtype=torch.bfloat16)
         product = fn.linear_add(*narrow, zeros, normalization=None)[0]
     assert torch.equal(total, residual + product)
+
+
+@pytest.mark.parametrize("call", ["norm_linear", "norm_mlp"])
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_backward_after_autocast(call: str, rows: int, is_derived: bool) -> None:
+    """Regression: without rows, and for second derivatives, it multiplied two dtypes."""
+    shapes = [(rows, 16), (16,), (32, 16), (32,), (16, 32)]
+    x, gamma, weight, bias, out = inputs = [torch.randn(s).requires_grad_() for s in shapes]
+    norm: dict[str, Any] = {"norm_weight": gamma}
+
+    def ours() -> Tensor:
+        if call == "norm_linear":
+            y: Tensor = fn.norm_linear(x, weight, bias, **norm)
+            return y
+        return fn.norm_mlp(x, weight, bias, out, None, activation="gelu", **norm)
+
+    def composed() -> Tensor:
+        h = F.linear(F.layer_norm(x, (16,), gamma), weight, bias)
+        return h if call == "norm_linear" else F.linear(F.gelu(h), out)
+
+    def gradients(function: Callable[[], Tensor]) -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function()
+        how: Any = {"create_graph": is_derived, "allow_unused": True}
+        found = torch.autograd.grad(y.float().sin().sum(), inputs, **how)
+        if not is_derived:
+            return [y, *found]
+        total = torch.stack([g.float().square().sum() for g in found if g is not None]).sum()
+        return [y, *found, *torch.autograd.grad(total, inputs, allow_unused=True)]
+
+    with at_every_size():
+        found, expected = gradients(ours), gradients(composed)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+            assert torch.linalg.vector_norm(mine - other) <= 0.03 * torch.linalg.vector_norm(other)
 
 
 def test_meta_tensors_under_autocast() -> None:
