@@ -45,7 +45,7 @@ def _is_hook(node: Node) -> bool:
 
 
 def _is_apart(node: Node, hooks: list[Node], flow: Flow) -> bool:
-    """Return whether a view may stand for a node's tensor, which no other node may have.
+    """Return whether a view may replace a node's tensor, which no other node may have.
 
     After a write, and where its caller writes it, hooks of a view are not called.
     """

@@ -38,6 +38,8 @@ IN_PARTS = ("tests/ops/test_fp8_parts.py", "-k", "test_bits")
 MLP_WRITTEN = ("tests/ops/test_fp8_mlp.py", "-k", "a_write_before and down")
 GATHERED = ("tests/ops/test_fp8_gathered.py", "-k", "bits and several or no_copy")
 FIRST_COMPILED = ("tests/models/test_backend.py", "-k", "first_compiled")
+HOOKS = ("tests/models/test_hooks.py", "-k", "of_a_copy or equal or stays")
+AFTER_AUTOCAST = ("tests/ops/test_autocast.py", "-k", "after_autocast")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
     "-k",
@@ -486,6 +488,38 @@ MUTATIONS = (
         "    if not _changes_places(turned):",
         "    if False:",
         WRITES_LEFT,
+    ),
+    Mutation(
+        "readers before a hook is registered do not read the tensor that has it",
+        "cpu",
+        "fused_norm/models/hooks.py",
+        "lambda user, own=own: user is not own",
+        "lambda user, own=own: user is not own and user in hooks",
+        HOOKS,
+    ),
+    Mutation(
+        "a hook is registered on a view of what is returned",
+        "cpu",
+        "fused_norm/models/hooks.py",
+        "        and not flow.reach([node]) & flow.reach(end.all_input_nodes)\n",
+        "",
+        HOOKS,
+    ),
+    Mutation(
+        "a hook of a cast that returns its input misses the input's other readers",
+        "cpu",
+        "fused_norm/models/hooks.py",
+        "        and not any(_may_be(source, node, flow) for source in node.all_input_nodes)\n",
+        "",
+        HOOKS,
+    ),
+    Mutation(
+        "second derivatives after autocast multiply two dtypes",
+        "cpu",
+        "fused_norm/composition.py",
+        "    if dtype is t.x.dtype:\n        return nullcontext()",
+        "    return nullcontext()",
+        AFTER_AUTOCAST,
     ),
     Mutation(
         "a mask that is causal in some samples is said to be in all",
