@@ -126,7 +126,9 @@ def test_op() -> None:
     torch.library.opcheck(ops.norm_linear_backward.default, (*of, [], dys, [0, 2, 3, 11, 12]))
     whole = ops.norm_linear_backward(*of, [], [torch.cat(dys, -1)], [0, 2, 3, 11, 12])
     parts = ops.norm_linear_backward(*of, [], dys, [0, 2, 3, 11, 12])
-    torch.testing.assert_close(parts, whole)
+    # Sums over rows may cancel: elements of them are as exact as the whole is large.
+    for part, other in zip(parts, whole, strict=True):
+        assert torch.linalg.vector_norm(part - other) <= 1e-6 * torch.linalg.vector_norm(other)
     with pytest.raises(RuntimeError, match="of parts"):
         ops.norm_linear_backward(*of, [], dys[:2], [0])
 
