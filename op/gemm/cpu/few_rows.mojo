@@ -10,12 +10,16 @@ from std.memory import bitcast, stack_allocation
 from std.sys import CompilationTarget, llvm_intrinsic, size_of
 
 from .blocking import Blocking
+from .fetch import Fetch
 from .memory import Matrix, buffer
 from .microkernel import add_product, broadcast
-from .pack_transposed import load_square, transpose
+from .pack_transposed import transpose
 
 comptime _AHEAD_BYTES = 512
 """How far ahead of its use a line of the weight is asked for: arithmetic leaves the processor too few loads under way."""
+
+comptime _CHAINS = 2
+"""Blocks of one row's products that are summed side by side, since each sum waits for its last product."""
 
 comptime _FLUSHES = 0x8040
 """The bits of MXCSR by which numbers below the normal ones are zero, read or written."""
@@ -42,6 +46,13 @@ struct FewRows[dtype: DType]:
     comptime left = Self.B.accum if Self.B.has_tiles else Self.B.operand
     """The type of the rows: where tiles multiply them otherwise, their operands in the type of sums."""
 
+    comptime is_narrow = (
+        size_of[Self.dtype]() == 2
+        and not Self.B.has_dot
+        and CompilationTarget.has_avx512f()
+    )
+    """Whether each number is one product, but takes so little memory that arithmetic would decide, not the memory's speed."""
+
     comptime most = _most[Self.dtype]()
     """The most rows for which this is the fastest way."""
 
@@ -58,6 +69,8 @@ def multiply_few_rows[
     rows: Int,
     columns: Int,
     depth: Int,
+    is_first: Bool,
+    left: Int,
 ):
     """Multiplies rows by rows of a weight.
 
@@ -71,6 +84,8 @@ def multiply_few_rows[
         rows: How many rows, at most `FewRows.most`.
         columns: How many rows of the weight.
         depth: Products to sum.
+        is_first: Whether no rows of the weight were multiplied just before these.
+        left: How many follow these and are multiplied next.
     """
     comptime B = Blocking[dtype]
     var flushing = _Flushing()
@@ -85,6 +100,8 @@ def multiply_few_rows[
                     weight.part(column, 0),
                     min(B.width, columns - column),
                     depth,
+                    is_first and column == 0,
+                    column + B.width < columns + left,
                 )
     comptime if B.has_tiles:
         flushing.end()
@@ -124,25 +141,51 @@ def _multiply[
     weight: Matrix[dtype],
     columns: Int,
     depth: Int,
+    is_first: Bool,
+    has_next: Bool,
 ):
     """Computes a vector of each row's sums."""
     comptime B = Blocking[dtype]
     comptime Acc = SIMD[B.accum, B.width]
     comptime unit = FewRows[dtype].unit
     comptime ahead = _AHEAD_BYTES // size_of[dtype]()
+    comptime chains = max(1, _CHAINS // rows if FewRows[dtype].is_narrow else 1)
+    comptime far = chains * B.depth
+    var fetch = Fetch[dtype, FewRows[dtype].is_narrow](
+        weight.stride, depth, is_first, has_next
+    )
     var total = Array[Acc, rows](fill=Acc(0))
-    for first in range(0, depth, B.depth):
+    var rest = 0
+    comptime if chains > 1:
+        if fetch.in_order:
+            rest = depth - depth % far
+        for first in range(0, rest, far):
+            var acc = Array[Array[Acc, rows], chains](
+                fill=Array[Acc, rows](fill=Acc(0))
+            )
+            for k in range(first, first + B.depth, unit):
+                comptime for chain in range(chains):
+                    var at = k + chain * B.depth
+                    var square = fetch.square[far](weight, at, columns, unit)
+                    transpose(square)
+                    comptime for i in range(B.width):
+                        _add_products[dtype](
+                            acc[chain], a.part(0, at + i * B.pair), square[i]
+                        )
+            comptime for chain in range(chains):
+                comptime for r in range(rows):
+                    if first == 0 and chain == 0:
+                        total[r] = acc[chain][r]
+                    else:
+                        total[r] = acc[chain][r] + total[r]
+    for first in range(rest, depth, B.depth):
         var end = min(depth, first + B.depth)
         var whole = end - (end - first) % unit
         var acc = Array[Acc, rows](fill=Acc(0))
         comptime if B.has_tiles:
             acc = total.copy()
         for k in range(first, whole, unit):
-            # Behind the end of these rows come the next of the weight.
-            var next = ahead
-            if k + ahead >= depth:
-                next += (B.width - 1) * weight.stride
-            var square = load_square(weight.part(0, k), columns, unit, next)
+            var square = fetch.square[ahead](weight, k, columns, unit)
             transpose(square)
             comptime if B.has_tiles:
                 _add_step(acc, a.part(0, k), square)
@@ -152,8 +195,8 @@ def _multiply[
                         acc, a.part(0, k + i * B.pair), square[i]
                     )
         if whole < end:
-            var square = load_square(
-                weight.part(0, whole), columns, end - whole, ahead
+            var square = fetch.square[ahead](
+                weight, whole, columns, end - whole
             )
             transpose(square)
             comptime if B.has_tiles:

@@ -23,6 +23,8 @@ def transpose[
     """
     comptime if width == 8:
         _transpose_halves(rows)
+    elif width == 16:
+        _transpose_quarters(rows)
     else:
         _shuffle(rows)
 
@@ -65,6 +67,58 @@ def _transpose_halves[
         rows[i + 4] = a.shuffle[4, 5, 6, 7, 12, 13, 14, 15](b)
 
 
+@always_inline
+def _transpose_quarters[
+    dtype: DType, width: Int, //
+](mut rows: Array[SIMD[dtype, width], width]):
+    """Transposes a square of 16: AVX-512 shuffles within the quarters of registers, and whole quarters, faster than it
+    does otherwise.
+
+    First the squares of 4 in each quarter are transposed, then quarters change places.
+    """
+    comptime for _ in range(2):
+        var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
+        comptime for i in range(8):
+            # The rows 0 and 2, 1 and 3 of each four.
+            comptime first = i // 2 * 4 + i % 2
+            comptime to = i // 2 * 4 + i % 2 * 2
+            ref a, b = rows[first], rows[first + 2]
+            shuffled[to] = a.shuffle[
+                0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+            ](b)
+            shuffled[to + 1] = a.shuffle[
+                2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+            ](b)
+        rows = shuffled^
+    comptime for i in range(4):
+        var a, b = rows[i], rows[i + 4]
+        var c, d = rows[i + 8], rows[i + 12]
+        var ab = a.shuffle[
+            0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+        ](b)
+        var cd = c.shuffle[
+            0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+        ](d)
+        rows[i] = ab.shuffle[
+            0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+        ](cd)
+        rows[i + 4] = ab.shuffle[
+            4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+        ](cd)
+        ab = a.shuffle[
+            8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+        ](b)
+        cd = c.shuffle[
+            8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+        ](d)
+        rows[i + 8] = ab.shuffle[
+            0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+        ](cd)
+        rows[i + 12] = ab.shuffle[
+            4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+        ](cd)
+
+
 def _log2(value: Int) -> Int:
     var result = 0
     while (1 << result) < value:
@@ -90,7 +144,7 @@ def _load_units[
 
 @always_inline
 def load_square[
-    dtype: DType, //
+    dtype: DType, //, fetches: Bool = True
 ](source: Matrix[dtype], rows: Int, columns: Int, ahead: Int) -> Array[
     SIMD[Blocking[dtype].accum, Blocking[dtype].width], Blocking[dtype].width
 ]:
@@ -98,6 +152,7 @@ def load_square[
 
     Parameters:
         dtype: Element type of the matrix.
+        fetches: Whether to ask for more.
 
     Args:
         source: The part of the matrix to load.
@@ -112,7 +167,8 @@ def load_square[
     var square = Array[SIMD[B.accum, B.width], B.width](uninitialized=True)
     comptime for i in range(B.width):
         var line = source.at(min(i, rows - 1))
-        prefetch_for_read(line.unsafe_offset(ahead))
+        comptime if fetches:
+            prefetch_for_read(line.unsafe_offset(ahead))
         square[i] = _load_units(line, columns)
     return square^
 

@@ -86,6 +86,8 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
                     call.M,
                     columns,
                     call.K,
+                    first == begin,
+                    end - first - columns,
                 )
             var half = room.half(call, 0, first, columns, 0)
             var other = half
