@@ -195,23 +195,25 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     var gated = plan.halves - 1
     if plan.few_rows:
         var weight = Matrix[dtype](call.weight, call.K)
+        var task_panels = max(1, plan.task_columns // B.tile_n)
         while True:
-            var panel = job.take()
-            if panel >= plan.panels:
+            var task = job.take() * task_panels
+            if task >= plan.panels:
                 return
-            var first = panel * B.tile_n
-            _multiply(
-                job,
-                room,
-                _shared(job),
-                0,
-                call.M,
-                panel,
-                PackedOnUse[dtype](rest, weight.part(first, 0)),
-                PackedOnUse[dtype](
-                    rest, weight.part(gated * call.N + first, 0)
-                ),
-            )
+            for panel in range(task, min(plan.panels, task + task_panels)):
+                var first = panel * B.tile_n
+                _multiply(
+                    job,
+                    room,
+                    _shared(job),
+                    0,
+                    call.M,
+                    panel,
+                    PackedOnUse[dtype](rest, weight.part(first, 0)),
+                    PackedOnUse[dtype](
+                        rest, weight.part(gated * call.N + first, 0)
+                    ),
+                )
     var rows = Matrix(rest, B.row_stride(call.K))
     while True:
         var slab = job.take()

@@ -26,7 +26,7 @@ comptime SHARED_ELEMENTS = 1 << 19
 """As many elements of these rows stay in the second cache while every row of the weight meets them."""
 
 comptime MOST_TASK_COLUMNS = 256
-"""Most columns that a task takes where rows are multiplied in place, or few on tiles."""
+"""Most columns that a task takes where rows are few."""
 
 comptime TILES_WIDTH = 256
 """Most columns whose packed weight stays in the second cache together with a slab of rows, on tiles."""
@@ -68,7 +68,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     var sum_stride: Int
     """Distance between those rows."""
     var task_columns: Int
-    """Columns of y that a task takes where rows are multiplied in place, or few on tiles."""
+    """Columns of y that a task takes where rows are few."""
     var sums_at_once: Int
     """How many times 32 rows of the weight it multiplies at once then, both halves counted."""
     var gamma: Int
@@ -128,9 +128,10 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             MOST_TASK_COLUMNS,
             align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
         )
-        if self.in_place:
+        if self.in_place or not B.has_tiles:
             # As many as follow each other, of which the first lines alone are
-            # not asked for ahead.
+            # not asked for ahead. Tasks of more than one panel seldom write to
+            # the same lines of y.
             var columns = align_up(ceildiv(call.N, 8 * self.workers), B.width)
             if columns > B.tile_n:
                 columns = columns // B.tile_n * B.tile_n
