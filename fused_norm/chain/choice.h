@@ -20,10 +20,11 @@ class Costs {
     const int64_t kind = !call.activation ? 0 : call.activation < GATED ? 1 : 2;
     const auto strategy = exception(kind, follows, call, N);
     if (strategy >= 0) return STRATEGIES[strategy];
-    const int64_t rows = call.M == 1 ? 0 : call.M <= MOST_FEW_ROWS ? 1 : 2;
-    const double* const costs =
-        at_ + 2 + (((kind * DIRECTIONS + follows) * ROWS + rows) * 2) * TERMS;
     const double M = real(call.M), K = real(call.K), n = real(N);
+    const bool is_large = at_[1] == 4 && K * n * at_[1] >= LARGE_WEIGHT;
+    const int64_t set = call.M == 1 ? is_large : call.M <= MOST_FEW_ROWS ? 2 : 3;
+    const double* const costs =
+        at_ + 2 + (((kind * DIRECTIONS + follows) * SETS + set) * 2) * TERMS;
     double pages = fresh(M * n);
     if (follows && !kind) pages += fresh(M * K) + fresh(K * n);
     const double terms[] = {M * K * n, K * n, M * K, M * n, pages};
@@ -36,8 +37,10 @@ class Costs {
   }
 
  private:
-  static constexpr int64_t KINDS = 3, DIRECTIONS = 2, ROWS = 3, TERMS = 6, FIELDS = 6;
+  static constexpr int64_t KINDS = 3, DIRECTIONS = 2, SETS = 4, TERMS = 6, FIELDS = 6;
   static constexpr int64_t MOST_FEW_ROWS = 15;
+  // Bytes of a float32 weight that caches no longer hold when one row's next call comes.
+  static constexpr double LARGE_WEIGHT = 1048576.0;
   static constexpr int64_t STRATEGIES[] = {FUSED, AROUND_PRODUCTS};
   // Sizes are alike if the ratio of each is at most this.
   static constexpr double ALIKE = 1.25;
@@ -50,7 +53,7 @@ class Costs {
   // The index in STRATEGIES of the nearest exception among similar sizes, -1 without one.
   int64_t exception(int64_t kind, bool follows, const Call& call, int64_t N) const {
     const auto count = static_cast<int64_t>(*at_);
-    const double* row = at_ + 2 + KINDS * DIRECTIONS * ROWS * 2 * TERMS;
+    const double* row = at_ + 2 + KINDS * DIRECTIONS * SETS * 2 * TERMS;
     const double sizes[] = {real(call.M), real(call.K), real(N)};
     double nearest = ALIKE * ALIKE * ALIKE;
     int64_t found = -1;

@@ -9,9 +9,10 @@ for the outputs, and for pages that the system has yet to clear. F counts the el
 whose memory the C library takes from the system each time, those of 32 MiB and more. The costs are
 not negative. They are fitted to the ratios of model and measurement by least squares, for each
 dtype, direction and strategy, and separately for one row, few rows and many: PyTorch and we have
-separate code for each. An activation changes a, e and f. If the model would choose a strategy that
-was measured to be slower by more than 3 %, the measured size is an exception: sizes near it take
-the strategy that was faster there.
+separate code for each. One row in float32 has two sets: with a weight that caches no longer hold
+when the next call comes, PyTorch's product takes longer for each output. An activation changes a, e
+and f. If the model would choose a strategy that was measured to be slower by more than 3 %, the
+measured size is an exception: sizes near it take the strategy that was faster there.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 STRATEGIES = ("fused", "around")
 KINDS = ("", "activation", "gate")
 DIRECTIONS = ("forward", "training")
-# The most rows that each set of costs is for; it is fitted to these, and measurements next to a
-# border count on both sides.
-ROWS = (1, 15, math.inf)
-FITTED = ((1, 1), (2, 32), (8, math.inf))
+# The most rows that each set of costs is for, and whether its weights are large. It is fitted to
+# the rows that follow; measurements next to a border count on both sides.
+SETS = ((1, False), (1, True), (15, False), (math.inf, False))
+FITTED = ((1, 1), (1, 1), (2, 32), (8, math.inf))
+# One row's weight is large from as many bytes on in float32. In 16 bits that changes little.
+LARGE, NEAR = 2**20, 1.4
 TERMS = 6
 # The terms that an activation changes.
 ACTIVATED = (0, 4, 5)
@@ -85,7 +88,7 @@ class Device(NamedTuple):
     Attributes:
         name: The kind.
         about: Where, with what and when it was measured, or how it was estimated.
-        costs: By "dtype kind direction strategy", for each of ROWS, the costs a to f.
+        costs: By "dtype kind direction strategy", for each of SETS, the costs a to f.
         exceptions: [dtype, kind, direction, M, K, N, strategy], by STRATEGIES.
     """
 
@@ -99,13 +102,13 @@ class Device(NamedTuple):
         costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {strategy}")
         if costs is None:
             return None
-        return sum(c * t for c, t in zip(costs[_rows_place(call.M)], call.terms(), strict=True))
+        return sum(c * t for c, t in zip(costs[_set_of(call)], call.terms(), strict=True))
 
     def as_array(self, dtype: str) -> array[float]:
         """Return what the chain reads for a dtype, empty if nothing was measured.
 
         First the number of exceptions, and the bytes of an element; then the costs by kind,
-        direction, rows and strategy; then the exceptions.
+        direction, set and strategy; then the exceptions.
         """
         found = array("d")
         exceptions = [e for e in self.exceptions if e[0] == dtype]
@@ -114,7 +117,7 @@ class Device(NamedTuple):
         found.extend((len(exceptions), BYTES[dtype]))
         for kind in KINDS:
             for direction in DIRECTIONS:
-                for place in range(len(ROWS)):
+                for place in range(len(SETS)):
                     for strategy in STRATEGIES:
                         found.extend(self.costs[f"{dtype} {kind} {direction} {strategy}"][place])
         for _, kind, direction, M, K, N, strategy in exceptions:
@@ -183,7 +186,7 @@ def _check(device: Device) -> None:
     every = itertools.product(dtypes, KINDS, DIRECTIONS, STRATEGIES)
     if device.costs.keys() != {" ".join(each) for each in every} or not dtypes <= BYTES.keys():
         raise ValueError("costs are missing, or of something else")
-    check_costs(device.costs, len(ROWS), TERMS)
+    check_costs(device.costs, len(SETS), TERMS)
     for dtype, kind, direction, M, K, N, strategy in device.exceptions:
         if dtype not in dtypes or kind not in KINDS or direction not in DIRECTIONS:
             raise ValueError("an exception is of no call")
@@ -228,7 +231,7 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
     for dtype in dict.fromkeys(call.dtype for call in calls):
         for kind, direction, strategy in itertools.product(KINDS, DIRECTIONS, STRATEGIES):
             members = groups.get((dtype, kind, direction), [])
-            parts = [[c for c in members if lo <= c.M <= hi] or members for lo, hi in FITTED]
+            parts = [_fitted_to(members, place) for place in range(len(SETS))]
             if not kind:
                 found = [_fitted(part, strategy, range(TERMS), [0.0] * TERMS) for part in parts]
             else:
@@ -248,8 +251,26 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
     return device
 
 
-def _rows_place(rows: int) -> int:
-    return next(place for place, most in enumerate(ROWS) if rows <= most)
+def _over_large(call: Measured) -> float:
+    """Return the ratio of a weight's size to that of a large one, 0 where that does not count."""
+    counts = call.M == 1 and call.dtype == "float32"
+    return call.K * call.N * BYTES[call.dtype] / LARGE if counts else 0.0
+
+
+def _set_of(call: Measured) -> int:
+    is_large = _over_large(call) >= 1
+    return next(i for i, (rows, large) in enumerate(SETS) if rows >= call.M and large == is_large)
+
+
+def _fitted_to(calls: list[Measured], place: int) -> list[Measured]:
+    """Return the calls that a set is fitted to, of the same rows or all if there are none."""
+    least, most = FITTED[place]
+    of_rows = [c for c in calls if least <= c.M <= most]
+    if SETS[place][1]:
+        near = [c for c in of_rows if _over_large(c) * NEAR >= 1]
+    else:
+        near = [c for c in of_rows if _over_large(c) < NEAR]
+    return near or of_rows or calls
 
 
 def _fitted(

@@ -45,6 +45,10 @@ TINY_ROWS = (1, 4, 16)
 TINY_WEIGHTS = ((16, 64), (96, 48))
 # Outputs so large that the C library takes their memory from the system each time.
 WIDE = ((512, 16, 32768), (2048, 64, 8192))
+# More random calls of few features, and of one row in the dtypes that need them; of these, only
+# weights of at most so many elements, since others take long.
+ONE_ROW = ("float32", "float16")
+MORE, FEW_FEATURES, MOST_WEIGHT = 1000, 32, 2**24
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
 # More rows than any call has.
@@ -71,6 +75,8 @@ def main() -> int:
     parser.add_argument("--least-rows", type=int, help="only calls of as many rows or more, again")
     parser.add_argument("--direction", choices=DIRECTIONS, help="only these calls, again")
     parser.add_argument("--kinds", nargs="+", choices=costs.KINDS, help="only these calls, again")
+    dtypes = tuple(drawing.DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, help="only these calls, again")
     parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call (default: 0.3)")
     options = parser.parse_args()
@@ -81,12 +87,21 @@ def main() -> int:
             return 0
         if options.missing:
             measure_missing(kind, options.seconds, options.commit)
-        elif options.most_rows or options.least_rows or options.direction or options.kinds:
+        elif any(
+            (
+                options.most_rows,
+                options.least_rows,
+                options.direction,
+                options.kinds,
+                options.dtypes,
+            )
+        ):
             which = Which(
                 options.least_rows or 1,
                 options.most_rows or MANY,
                 [options.direction] if options.direction else list(DIRECTIONS),
                 options.kinds or list(costs.KINDS),
+                options.dtypes or list(dtypes),
             )
             measure_again(kind, options.seconds, options.commit, which)
         else:
@@ -120,7 +135,13 @@ def sizes() -> list[Size]:
         for dtype, kind, each in itertools.product(drawing.DTYPES, costs.KINDS, WIDE)
         if math.prod(each) * (1 if dtype == "float32" else 8) <= drawing.MOST_PRODUCTS
     ]
-    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny + wide
+    more = [
+        size
+        for size in drawing.draw(MORE, drawing.SEED + 1)
+        if (size.dtype in ONE_ROW if size.M == 1 else size.K <= FEW_FEATURES)
+        and size.K * size.N <= MOST_WEIGHT
+    ]
+    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny + wide + more
 
 
 def measure(kind: str, seconds: float, commit: str | None) -> None:
@@ -152,21 +173,26 @@ class Which(NamedTuple):
         most_rows: The most rows.
         directions: Some of DIRECTIONS.
         kinds: Some of KINDS.
+        dtypes: Names of some of the dtypes.
     """
 
     least_rows: int
     most_rows: int
     directions: list[str]
     kinds: list[str]
+    dtypes: list[str]
 
     def has(self, call: Measured) -> bool:
         """Return whether a call is one of them."""
         is_between = self.least_rows <= call.M <= self.most_rows
-        return is_between and call.direction in self.directions and call.kind in self.kinds
+        is_like = call.direction in self.directions and call.kind in self.kinds
+        return is_between and is_like and call.dtype in self.dtypes
 
     def has_all(self, rows: int) -> bool:
         """Return whether all calls of up to a number of rows are among them."""
-        is_every = len(self.directions) == len(DIRECTIONS) and len(self.kinds) == len(costs.KINDS)
+        every = (DIRECTIONS, costs.KINDS, drawing.DTYPES)
+        some = (self.directions, self.kinds, self.dtypes)
+        is_every = all(map(lambda a, b: len(a) == len(b), some, every))
         return is_every and self.least_rows == 1 and self.most_rows >= rows
 
 

@@ -79,7 +79,8 @@ def _device(name: str, fused: float, around: float, exceptions: list[list[Any]])
     """Return a device on which products cost what is given, and nothing else anything."""
     by_strategy = {"fused": fused, "around": around}
     found = {
-        f"float32 {kind} {direction} {strategy}": [[0.0, cost, *[0.0] * (costs.TERMS - 2)]] * 3
+        f"float32 {kind} {direction} {strategy}": [[0.0, cost, *[0.0] * (costs.TERMS - 2)]]
+        * len(costs.SETS)
         for kind in costs.KINDS
         for direction in costs.DIRECTIONS
         for strategy, cost in by_strategy.items()
@@ -203,7 +204,7 @@ def _damaged() -> dict[str, Any]:
         | {"costs": {name: [each[1:] for each in cost] for name, cost in costs_.items()}},
         "fewer sets of rows": whole | {"costs": costs_ | {first: costs_[first][1:]}},
         "a cost that is no number": whole
-        | {"costs": costs_ | {first: [[math.nan] * costs.TERMS] * 3}},
+        | {"costs": costs_ | {first: [[math.nan] * costs.TERMS] * len(costs.SETS)}},
         "an exception without a strategy": whole
         | {"exceptions": [["float32", "", "forward", 3, 4, 5]]},
         "an exception of no size": whole
