@@ -46,6 +46,8 @@ LONGEST = {
 # the process lives, which takes a tenth of a core: so they begin last, the longer one first, and
 # the tests of scripts fill what is left.
 OF_MAX = ["test_max_ops.py", "test_puzzle.py"]
+# One row of float16 has code of its own.
+OF_FLOAT16 = ("test_layernorm_linear.py", "test_few_rows.py")
 
 # Where no fold is kept, and where one may be.
 FORWARD_STRATEGIES = {
@@ -85,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places[item.path])
     if not torch.cuda.is_available():
         for item in items:
-            if names[item.path] != "test_layernorm_linear.py" and _is_float16(item):
+            if names[item.path] not in OF_FLOAT16 and _is_float16(item):
                 item.add_marker(pytest.mark.slow)
     if config.option.all or "slow" in config.option.markexpr or any("::" in a for a in config.args):
         return
@@ -125,8 +127,8 @@ def pytest_unconfigure() -> None:
 def _is_float16(item: pytest.Item) -> bool:
     """Return whether a test needs kernels of float16.
 
-    A CPU's are float32's in another width, and building them takes two minutes. One file keeps its
-    cases of a norm and a Linear layer.
+    A CPU's are float32's in another width, and building them takes two minutes: files that need no
+    more than those of a norm and a Linear layer keep their cases.
     """
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     found = [v["dtype"] if isinstance(v, dict) and "dtype" in v else v for v in values]

@@ -770,6 +770,22 @@ MUTATIONS = (
         ("tests/op/norm_linear/test_few_rows.py", "-k", "test_threads_and_alignment"),
     ),
     Mutation(
+        "of two blocks of a row's products that are summed side by side, the first is summed twice",
+        "cpu",
+        f"{GEMM_CPU}/few_rows.mojo",
+        "var at = k + chain * B.depth",
+        "var at = k",
+        ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
+    ),
+    Mutation(
+        "a task of few rows leaves out the last of its panels",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "min(plan.panels, task + task_panels)",
+        "min(plan.panels, task + max(1, task_panels - 1))",
+        ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
+    ),
+    Mutation(
         "the gradient of rows in 8 bits is that of their last layer",
         "cpu",
         "fused_norm/chain/eight_bits_gradients.h",

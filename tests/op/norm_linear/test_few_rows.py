@@ -13,8 +13,8 @@ from test_cpu_kernels import DTYPES, Kernels
 
 # Beyond the rows that are multiplied in place, and few enough to be in the same call's other form.
 MANY = 40
-# Of less than a square, of several blocks, and whole or not in both directions.
-SIZES = [(7, 5), (31, 17), (64, 48), (130, 49), (545, 33), (1030, 70)]
+# Of less than a square, of several blocks, whole or not in both directions; several panels a task.
+SIZES = [(7, 5), (31, 17), (64, 48), (130, 49), (545, 33), (1030, 70), (31, 1700)]
 RMS_NORM = 1
 # Below the normal numbers of float32: tile registers take them for zero.
 TINY = 1e-38
