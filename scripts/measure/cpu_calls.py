@@ -46,7 +46,7 @@ TINY_WEIGHTS = ((16, 64), (96, 48))
 # Outputs so large that the C library takes their memory from the system each time.
 WIDE = ((512, 16, 32768), (2048, 64, 8192))
 # More random calls of few features, and of one row in the dtypes that need them; of these, only
-# weights of at most so many elements, since others take long.
+# weights of at most that many elements, since others take long.
 ONE_ROW = ("float32", "float16")
 MORE, FEW_FEATURES, MOST_WEIGHT = 1000, 32, 2**24
 # Where measurement and model differ by more, a size is measured again, for longer.
