@@ -55,15 +55,22 @@ def strategies() -> Iterator[Callable[[int], None]]:
         kernels.tell(chain)
 
 
-def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = ()) -> Measured:
+def measure(
+    size: Size,
+    direction: str,
+    seconds: float,
+    others: Iterable[str] = (),
+    fewest: int = FEWEST_ROUNDS,
+) -> Measured:
     """Measure a call with each strategy.
 
     Args:
         size: The call.
         direction: "forward", or "training": with a backward; before an activation, it only keeps
         what a backward needs.
-        seconds: The time to take, at least that of 4 calls with each strategy.
+        seconds: The time to take, at least that of the fewest rounds.
         others: "chosen", to measure what users get as well.
+        fewest: Calls with each strategy.
     """
     dtype, K, outputs = DTYPES[size.dtype], size.K, size.N // (2 if size.kind == "gate" else 1)
     shapes = (size.M, K), (K,), (K,), (size.N, K), (size.N,)
@@ -108,7 +115,7 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
                 step(call, next(turns))
         end = time.perf_counter() + seconds
         names = list(calls)
-        while time.perf_counter() < end or len(taken["eager"]) < FEWEST_ROUNDS:
+        while time.perf_counter() < end or len(taken["eager"]) < fewest:
             random.shuffle(names)
             for name in names:
                 call, strategy = calls[name]
