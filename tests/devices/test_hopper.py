@@ -160,6 +160,18 @@ def test_few_calls_are_no_exceptions() -> None:
     assert (fitted.costs, fitted.exceptions) == ({}, [])
 
 
+def test_large_products_of_float32_are_like_those_of_twice_the_features() -> None:
+    own = [_timed("float32", M, 2.0 * M, 9.0 * M, 900.0) for M in (1, 20, 100, 200)]
+    large = _timed("bfloat16", 8192, 6.0 * 8192, 9.0 * 8192, 900.0)._replace(K=4096, N=4096)
+    odd, small = large._replace(N=4095), large._replace(N=64)
+    for others, slower in (([odd, small], False), ([large], True)):
+        (kind,) = hopper_fit.LIKE_TWICE_THE_FEATURES
+        found = hopper_fit.fit(kind, {}, [*own, *others], _alike)
+        costs_ = found.costs["float32 composed"]
+        assert (sum(costs_[2]) > 1.1 * sum(costs_[1])) == slower
+        assert not [e for e in found.exceptions if e[1] == large.M]
+
+
 SETS = len(hopper.ROWS)
 
 

@@ -136,15 +136,17 @@ def _cycles(config: Config, m: Int, k: Int, waves: Int, at_once: Int) -> Int:
     var products = blocks * (K_BLOCK // 16) * config.columns * 115 // 100
     var loaded = 2 * K_BLOCK * (config.cluster_rows() + config.columns)
     var loads = at_once * blocks * loaded // _L2_BYTES
-    # Boxes that are outside the matrix in part are slow to fill.
-    if m % TILE_ROWS != 0:
-        loads = loads * 7 // 5
     var cycles = max(products, loads)
+    var last = cycles
+    # Boxes that are outside the matrix in part are slow to fill: one wave waits for those of the last rows.
+    if m % TILE_ROWS != 0:
+        last = max(products, loads * 7 // 5)
     var store = STORE_CYCLES * config.columns // 128
     if config.ping_pong:
         # One consumer stores while the other multiplies, but for the last tile.
-        return waves * max(cycles, (cycles + store) // 2) + store
-    return waves * (cycles + store // 2)
+        var all = (waves - 1) * max(cycles, (cycles + store) // 2)
+        return all + max(last, (last + store) // 2) + store
+    return waves * (cycles + store // 2) + last - cycles
 
 
 def term(
