@@ -282,7 +282,7 @@ def test_steps_import_the_library_and_what_lies_beside_them() -> None:
 def test_models_are_those_of_the_library_and_of_the_log() -> None:
     found = worklog_model.models(bytes_per_cycle=2500.0)
     tiling = (ROOT / "op/gemm/sm90/tiling.mojo").read_text()
-    assert f"comptime _STORE = {worklog_model.STORE}" in tiling
+    assert f"comptime STORE_CYCLES = {worklog_model.STORE}" in tiling
     columns, permille = worklog_model.PING_PONG, worklog_model.NARROW * 1000
     assert f"Shape({columns}, True, {permille:.0f})" in tiling
     log = (ROOT / "docs/hopper-log.md").read_text()
