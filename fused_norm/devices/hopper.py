@@ -2,9 +2,10 @@
 
 On the device, a forward takes the sum of the terms of op/norm_linear/sm90/terms.mojo, each times a
 cost: of its launches, rows, weight, and of its product by our tiles, by those of a fold or by
-cuBLAS's. Up to 16 and up to 64 rows there are other kernels, and other costs. Launched, a forward
-takes at least the host's time. At sizes near an exception, the strategies that were fastest there
-are taken; hopper_fit.py finds exceptions and costs.
+cuBLAS's. Up to 16 and up to 64 rows there are other kernels, and other costs. Launched, it takes
+the longer of the device's time and the host's, which differs from host to host: where they are
+close both count, as the root of the sum of squares. At sizes near an exception, the strategies that
+were fastest there are taken; hopper_fit.py finds exceptions and costs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TERMS = 8
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
 CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
 DTYPES = ("bfloat16", "float16", "float32")
-# The strategies of each product: ours behind a pass, PyTorch's, and ours of a fold.
-PRODUCTS = (("composed",), ("around",), ("kept", "anew"))
+# Ours behind a pass, PyTorch's, ours of a fold, and ours in float32, which has fewer tiles.
+PRODUCTS = ("ours", "library", "fold", "ours in float32")
 # For M, K, N: the terms with each of PRODUCTS.
 Terms = Callable[[int, int, int], Sequence[Sequence[int]]]
 
@@ -96,13 +97,14 @@ class Hopper(NamedTuple):
     def as_array(self, dtype: str) -> array[float]:
         """Return what kernels read for a dtype, empty if nothing was measured.
 
-        First the number of exceptions, then the host's costs, the device's by rows and strategy,
-        and the exceptions.
+        First the number of exceptions, then our product's place among PRODUCTS, the host's costs,
+        the device's by rows and strategy, and the exceptions.
         """
         exceptions = [e for e in self.exceptions if e[0] == dtype]
         if f"{dtype} composed" not in self.costs:
             return array("d")
-        found = array("d", [len(exceptions), *(self.host[strategy] for strategy in STRATEGIES)])
+        found = array("d", [len(exceptions), product(dtype, "composed")])
+        found.extend(self.host[strategy] for strategy in STRATEGIES)
         for place, strategy in itertools.product(range(len(ROWS)), STRATEGIES):
             none = [[math.inf, *[0.0] * (TERMS - 1)]] * len(ROWS)
             found.extend(self.costs.get(f"{dtype} {strategy}", none)[place])
@@ -144,10 +146,16 @@ def place(call: GpuCall) -> int:
     return next(place for place, most in enumerate(ROWS) if most >= call.M)
 
 
+def product(dtype: str, strategy: str) -> int:
+    """Return the place among PRODUCTS of what multiplies with a strategy."""
+    if strategy == "composed":
+        return PRODUCTS.index("ours in float32" if dtype == "float32" else "ours")
+    return PRODUCTS.index("library" if strategy == "around" else "fold")
+
+
 def terms_of(call: GpuCall, strategy: str, terms: Terms) -> Sequence[int]:
     """Return the terms of a forward with a strategy."""
-    product = next(i for i, strategies in enumerate(PRODUCTS) if strategy in strategies)
-    return terms(call.M, call.K, call.N)[product]
+    return terms(call.M, call.K, call.N)[product(call.dtype, strategy)]
 
 
 def choices(
@@ -159,9 +167,7 @@ def choices(
         us: The times of the available strategies, in a graph.
         host: The host's times.
     """
-    launched = {
-        strategy: max(us[strategy], host[strategy]) for strategy in STRATEGIES if strategy in us
-    }
+    launched = {s: math.hypot(us[s], host[s]) for s in STRATEGIES if s in us}
     found = [
         ([strategy for strategy in strategies if strategy in us], launched if is_launched else us)
         for strategies, is_launched in CHOICES

@@ -30,11 +30,6 @@ AS_GOOD_IN = {"bfloat16": DTYPES[:2], "float16": DTYPES[:2], "float32": DTYPES[2
 # The host bounds a call of which the device takes less than this. Its time differs by a factor of
 # two, from host to host and from minute to minute: the lowest quarter of such calls is below it.
 BOUNDED, QUARTER = 0.5, 4
-# There, a product in float32, as TF32, takes as long as one in bfloat16 of twice the features,
-# whose rows have the same bytes; on an H100, ours takes up to 1.4 of PyTorch's. From that many
-# products on, and with rows that TMA copies, results are a small part of it.
-LIKE_TWICE_THE_FEATURES = ("nvidia-h200",)
-FLOAT32_PRODUCTS, ALIGNED = 2**32, 8
 # As many calls as this, twice the costs, tell the costs of a kernel for few rows.
 ENOUGH = 2 * TERMS
 
@@ -51,10 +46,8 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], terms: Terms
     device = Hopper(name, about, {}, {s: _host(calls, s) for s in STRATEGIES}, [])
     for dtype in DTYPES:
         members, known = _calls_of(dtype, calls)
-        is_like = dtype == "float32" and name in LIKE_TWICE_THE_FEATURES
-        timed = members + (as_float32(calls) if is_like else [])
         for strategy in known:
-            parts = _parts([c for c in timed if strategy in c.graph])
+            parts = _parts([c for c in members if strategy in c.graph])
             if all(parts):
                 device.costs[f"{dtype} {strategy}"] = [
                     fitted(
@@ -69,22 +62,6 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], terms: Terms
                 if len(call.graph) == len(known) and (best := _faster(device, call, terms))
             )
     return device
-
-
-def as_float32(calls: Sequence[GpuCall]) -> list[GpuCall]:
-    """Return what large calls in bfloat16 tell of float32: their times, for half the features.
-
-    Args:
-        calls: Calls of all dtypes.
-    """
-    return [
-        call._replace(dtype="float32", K=call.K // 2)
-        for call in calls
-        if call.dtype == "bfloat16"
-        and call.M * call.K * call.N >= FLOAT32_PRODUCTS
-        and call.K % (2 * ALIGNED) == call.N % ALIGNED == 0
-        and place(call) == len(ROWS) - 1
-    ]
 
 
 def _parts(calls: list[GpuCall]) -> list[list[GpuCall]]:

@@ -56,7 +56,7 @@ def strategies() -> Iterator[Callable[[int], None]]:
         )
     before, told = (kernels.gpu_strategy, kernels.hopper_costs), dict[int, int]()
     # Costs with which PyTorch's product is always the faster one after our passes.
-    theirs = array("d", [0.0] * (1 + len(hopper.STRATEGIES)))
+    theirs = array("d", [0.0] * (2 + len(hopper.STRATEGIES)))
     for strategy in len(hopper.ROWS) * list(hopper.STRATEGIES):
         theirs.extend((float(strategy != "around"), *[0.0] * (hopper.TERMS - 1)))
 

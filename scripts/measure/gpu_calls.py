@@ -129,9 +129,8 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Terms]) -> dict[
 
 
 def terms_of(calls: Sequence[GpuCall]) -> Terms:
-    """Return the terms of forwards, and of what they are fitted to, by the kernels' own model."""
-    every = (*calls, *hopper_fit.as_float32(calls))
-    sizes = list(dict.fromkeys((call.M, call.K, call.N) for call in every))
+    """Return the terms of forwards, by the kernels' own model."""
+    sizes = list(dict.fromkeys((call.M, call.K, call.N) for call in calls))
     numbers = itertools.chain.from_iterable(sizes)
     lines = printed("scripts/measure/sm90_terms.mojo", numbers)
     rows = [list(map(int, line.split())) for line in lines]

@@ -25,6 +25,7 @@ GROUPED = ("tests/models/test_grouped_heads.py", "-k", "stay")
 PASSED_SUMS = ("tests/ops/test_passed_sums.py",)
 PASSED_ON = ("tests/models/test_passed_on.py", "-k", "stays or hooked or before or twice or rows")
 OWN_SUMS = ("tests/models/test_passed_on.py", "-k", "cannot_add")
+FORWARD_PLANS = ("tests/op/norm_linear/test_sm90_plan.py", "-k", "measured")
 GRADIENT_PLANS = ("tests/chain/test_linear_plans.py", "-k", "test_plan")
 MODULATIONS = ("tests/ops/test_modulation_layouts.py", "-k", "node and float32 and alone")
 WIDER_ROWS = ("tests/op/passes/test_passes.py", "-k", "modulation and float32")
@@ -608,6 +609,14 @@ MUTATIONS = (
         "            self.sums.discard(activated.out)\n",
         "",
         OWN_SUMS,
+    ),
+    Mutation(
+        "launched, a device that is almost as slow as the host takes no time",
+        "cpu",
+        "op/norm_linear/sm90/costs.mojo",
+        "us = hypot(us, self._at(1 + i))",
+        "us = max(us, self._at(1 + i))",
+        FORWARD_PLANS,
     ),
     Mutation(
         "a gate's gradient whose halves end within a box",

@@ -141,7 +141,7 @@ def test_sixteen_bits_take_the_same_time_in_both_dtypes() -> None:
         ["float16", 8, 128],
         ["float16", 4, 128],
     ]
-    assert all(each[4:] == ["composed"] * 2 + ["around"] * 3 for each in fitted.exceptions)
+    assert all(each[4:] == ["around"] * 5 for each in fitted.exceptions)
 
 
 def test_time_of_the_host() -> None:
@@ -152,24 +152,21 @@ def test_time_of_the_host() -> None:
     assert hopper_fit.fit("", {}, slow, _alike).host["around"] == 20.0
 
 
+def test_device_and_host_both_count_where_they_are_near_each_other() -> None:
+    """Hosts differ: a device that is almost as slow as its own may be the slower one elsewhere."""
+    host = dict(zip(hopper.STRATEGIES, (27.0, 35.0, 32.0, 51.0), strict=True))
+    for composed, launched in ((20.0, "composed"), (49.0, "around")):
+        us = {"composed": composed, "around": 28.0}
+        (_, (strategies, times), *_) = hopper.choices(us, host)
+        assert min(strategies, key=times.__getitem__) == launched
+
+
 def test_few_calls_are_no_exceptions() -> None:
     """Without calls of more than 64 rows, there are no costs that they could differ from."""
     calls = [_timed("bfloat16", M, 10.0, 20.0, 20.0) for M in (1, 2)]
     calls.append(_timed("float32", 3, 20.0, 10.0, 20.0))
     fitted = hopper_fit.fit("", {}, calls, _alike)
     assert (fitted.costs, fitted.exceptions) == ({}, [])
-
-
-def test_large_products_of_float32_are_like_those_of_twice_the_features() -> None:
-    own = [_timed("float32", M, 2.0 * M, 9.0 * M, 900.0) for M in (1, 20, 100, 200)]
-    large = _timed("bfloat16", 8192, 6.0 * 8192, 9.0 * 8192, 900.0)._replace(K=4096, N=4096)
-    odd, small = large._replace(N=4095), large._replace(N=64)
-    for others, slower in (([odd, small], False), ([large], True)):
-        (kind,) = hopper_fit.LIKE_TWICE_THE_FEATURES
-        found = hopper_fit.fit(kind, {}, [*own, *others], _alike)
-        costs_ = found.costs["float32 composed"]
-        assert (sum(costs_[2]) > 1.1 * sum(costs_[1])) == slower
-        assert not [e for e in found.exceptions if e[1] == large.M]
 
 
 SETS = len(hopper.ROWS)
@@ -222,7 +219,7 @@ def test_damaged_measurements_are_refused(name: str, tmp_path: Path) -> None:
     """Kernels read what they are given unchecked."""
     path = tmp_path / "tuned-nvidia-h100.json"
     path.write_text(json.dumps(_device()))
-    assert len(choice.load(path).as_array("bfloat16")) == 5 + SETS * 4 * hopper.TERMS + 8
+    assert len(choice.load(path).as_array("bfloat16")) == 6 + SETS * 4 * hopper.TERMS + 8
     path.write_text(json.dumps(_device(**DAMAGED[name])))
     with pytest.raises(ValueError, match="holds no measurements of a device"):
         choice.load(path)

@@ -57,7 +57,7 @@ def launch_product[
         a_is_new: Whether that kernel writes a, where the epilogue has terms of rows.
 
     Raises:
-        If the driver refuses.
+        If the driver refuses, or no kernel has such tiles.
     """
     var product = Product(m, n, k, epilogue, NoHook())
     product.b_is_older = Int32(b_is_older)
@@ -92,3 +92,7 @@ def launch_product[
                 and tiling.ping_pong == config.ping_pong
             ):
                 launch_matrix[dtype, config](gpu, c, a, b, product)
+                return
+    raise Error(
+        "no kernel has tiles of ", tiling.columns, " columns for this product"
+    )

@@ -3,12 +3,12 @@
 fused_norm/devices/hopper.py fits the costs of the `terms` to measurements, and writes what is read here.
 """
 
+from std.math import hypot
 from std.utils import StaticTuple
 
 from ...device import Launcher
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .terms import (
-    BEHIND_PASS,
     LIBRARY,
     OF_FOLD,
     ROW_SETS,
@@ -23,6 +23,10 @@ comptime _COUNT = len(_STRATEGIES)
 comptime _OURS = 2
 comptime _LIBRARY = 3
 comptime _EXCEPTION = 8
+# Places: the number of exceptions, our product behind a pass, the host's costs, and the device's.
+comptime _PRODUCT = 1
+comptime _HOST = 2
+comptime _DEVICE = _HOST + _COUNT
 # Sizes are alike whose ratios are at most this, each.
 comptime _ALIKE = 1.05
 
@@ -86,7 +90,7 @@ struct Costs(TrivialRegisterPassable):
         var best = FUSED
         var least = Float64.MAX
         var folded = terms(m, k, n, self.processors, OF_FOLD)
-        var ours = terms(m, k, n, self.processors, BEHIND_PASS)
+        var ours = self._terms_of_ours(m, k, n)
         var theirs = terms(m, k, n, self.processors, LIBRARY)
         comptime for i in range(_COUNT):
             comptime strategy = _STRATEGIES[i]
@@ -98,7 +102,7 @@ struct Costs(TrivialRegisterPassable):
                     found = theirs
                 var us = self._us(i, row_set(m, k), found)
                 if not in_graph:
-                    us = max(us, self._at(1 + i))
+                    us = hypot(us, self._at(_HOST + i))
                 if us < least:
                     least = us
                     best = strategy
@@ -122,18 +126,21 @@ struct Costs(TrivialRegisterPassable):
         if measured != 0:
             return Int(self._at(measured + _PASSED)) == FUSED
         var rows = row_set(m, k)
-        var ours = terms(m, k, n, self.processors, BEHIND_PASS)
+        var ours = self._terms_of_ours(m, k, n)
         var theirs = terms(m, k, n, self.processors, LIBRARY)
         return (
             self._us(_OURS, rows, ours)
             <= self._us(_LIBRARY, rows, theirs) + saved
         )
 
+    def _terms_of_ours(self, m: Int, k: Int, n: Int) -> StaticTuple[Int, TERMS]:
+        return terms(m, k, n, self.processors, Int(self._at(_PRODUCT)))
+
     def _us(
         self, strategy: Int, rows: Int, found: StaticTuple[Int, TERMS]
     ) -> Float64:
         """Estimates the time of a forward in a graph, by its set of costs and the place of its strategy in _STRATEGIES."""
-        var place = 1 + _COUNT + (rows * _COUNT + strategy) * TERMS
+        var place = _DEVICE + (rows * _COUNT + strategy) * TERMS
         var us = Float64(0)
         for i in range(TERMS):
             us += self._at(place + i) * Float64(found[i])
@@ -141,7 +148,7 @@ struct Costs(TrivialRegisterPassable):
 
     def _exception(self, m: Int, k: Int, n: Int) -> Int:
         """Finds the nearest exception among those alike, 0 without one."""
-        var place = 1 + _COUNT + ROW_SETS * _COUNT * TERMS
+        var place = _DEVICE + ROW_SETS * _COUNT * TERMS
         var nearest = _ALIKE * _ALIKE * _ALIKE
         var found = 0
         for _ in range(Int(self._at(0))):

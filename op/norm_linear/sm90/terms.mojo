@@ -25,6 +25,8 @@ comptime LIBRARY = 1
 """PyTorch's product of such rows."""
 comptime OF_FOLD = 2
 """Our product of a folded weight."""
+comptime IN_FLOAT32 = 3
+"""Our product of rows that a pass has normalized, as tf32: it has the common tiles alone."""
 comptime TILES = 2
 """The set of costs of tiles, behind those of the kernels for very few and for few rows."""
 comptime ROW_SETS = 3
@@ -72,7 +74,7 @@ def terms(
         k: Features.
         n: Outputs.
         processors: SMs of the device.
-        product: `BEHIND_PASS`, `LIBRARY` or `OF_FOLD`.
+        product: `BEHIND_PASS`, `LIBRARY`, `OF_FOLD` or `IN_FLOAT32`.
 
     Returns:
         Its launches, then what passes and the product take.
@@ -86,7 +88,7 @@ def terms(
         found[2] = m
         if product != OF_FOLD:
             found[2] = m * ceildiv(k, _ROW_STEP) * _ROW_STEP
-        if product != BEHIND_PASS:
+        if product == LIBRARY or product == OF_FOLD:
             found[3] = k * n
         if product == LIBRARY:
             # Where the tiles fill less than half of the device, a tile takes as long as its sums, which may be split.
@@ -98,7 +100,8 @@ def terms(
                 found[6] = m * n
             found[7] = max(0, m * k * n - _POWER_LIMIT)
             return found
-        var tiling = Tiling.best(m, n, k, processors)
+        var common = product == IN_FLOAT32
+        var tiling = Tiling.best(m, n, k, processors, common=common)
         var config = Config.of(tiling.columns, ping_pong=tiling.ping_pong)
         var clusters = processors // config.cluster
         var tiles = count_tiles(config, m, n)
