@@ -39,7 +39,7 @@ comptime _LARGE_WEIGHT = 1 << 20
 # Rows and columns of PyTorch's usual tiles, and columns that are stored together.
 comptime _LIBRARY_TILE = 128
 comptime _LIBRARY_COLUMNS = 64
-# Products from which on PyTorch's are slowed down by the limit of power, too.
+# Products from which on the limit of power slows them down.
 comptime _POWER_LIMIT = 1 << 34
 # Elements of a sector of 32 bytes, which memory is read by.
 comptime _SECTOR = 16
@@ -83,7 +83,7 @@ def terms(
     found[0] = 1
     if row_set(m, k) == TILES:
         # At the limit of its power, a GPU lowers its clock.
-        found[1] = m * k * n
+        found[1] = max(0, m * k * n - _POWER_LIMIT)
         # A warp waits for each row of statistics; a pass writes rows as well, and reads keep it busy.
         found[2] = m
         if product != OF_FOLD:
@@ -98,7 +98,7 @@ def terms(
             found[5] = m * ceildiv(n, _LIBRARY_COLUMNS) * _LIBRARY_COLUMNS
             if n % _SECTOR != 0:
                 found[6] = m * n
-            found[7] = max(0, m * k * n - _POWER_LIMIT)
+            found[7] = m * k * n
             return found
         var common = product == IN_FLOAT32
         var tiling = Tiling.best(m, n, k, processors, common=common)
