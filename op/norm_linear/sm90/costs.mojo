@@ -10,11 +10,11 @@ from ...device import Launcher
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .terms import (
     LIBRARY,
-    OF_FOLD,
     ROW_SETS,
     TERMS,
     row_set,
     terms,
+    terms_of_fold,
 )
 
 comptime _STRATEGIES = [KEPT_FOLD, NEW_FOLD, FUSED, DECLINED]
@@ -89,8 +89,8 @@ struct Costs(TrivialRegisterPassable):
             )
         var best = FUSED
         var least = Float64.MAX
-        var folded = terms(m, k, n, self.processors, OF_FOLD)
         var ours = self._terms_of_ours(m, k, n)
+        var folded = terms_of_fold(ours, m, k, n)
         var theirs = terms(m, k, n, self.processors, LIBRARY)
         comptime for i in range(_COUNT):
             comptime strategy = _STRATEGIES[i]
@@ -152,19 +152,34 @@ struct Costs(TrivialRegisterPassable):
         var nearest = _ALIKE * _ALIKE * _ALIKE
         var found = 0
         for _ in range(Int(self._at(0))):
-            var distance = Float64(1)
-            distance *= _distance(m, self._at(place))
-            distance *= _distance(k, self._at(place + 1))
-            distance *= _distance(n, self._at(place + 2))
-            if distance < nearest:
-                nearest = distance
-                found = place
+            var others = (
+                self._at(place),
+                self._at(place + 1),
+                self._at(place + 2),
+            )
+            # Few are alike in the first size: divisions would take as long as the rest of the choice.
+            if (
+                _are_alike(m, others[0])
+                and _are_alike(k, others[1])
+                and _are_alike(n, others[2])
+            ):
+                var distance = (
+                    _ratio(m, others[0])
+                    * _ratio(k, others[1])
+                    * _ratio(n, others[2])
+                )
+                if distance < nearest:
+                    nearest = distance
+                    found = place
             place += _EXCEPTION
         return found
 
 
-def _distance(size: Int, other: Float64) -> Float64:
-    """Returns the ratio of two sizes, infinite where they are not alike."""
+def _are_alike(size: Int, other: Float64) -> Bool:
     var a = Float64(size)
-    var ratio = max(a, other) / min(a, other)
-    return ratio if ratio <= _ALIKE else Float64.MAX
+    return max(a, other) <= _ALIKE * min(a, other)
+
+
+def _ratio(size: Int, other: Float64) -> Float64:
+    var a = Float64(size)
+    return max(a, other) / min(a, other)

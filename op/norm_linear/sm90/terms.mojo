@@ -79,66 +79,114 @@ def terms(
     Returns:
         Its launches, then what passes and the product take.
     """
+    var found: StaticTuple[Int, TERMS]
+    if row_set(m, k) == TILES:
+        if product == LIBRARY:
+            found = _of_library(m, k, n, processors)
+        else:
+            found = _of_tiles(m, k, n, processors, product == IN_FLOAT32)
+    else:
+        found = _of_few_rows(m, k, n, processors, product == LIBRARY)
+    return terms_of_fold(found, m, k, n) if product == OF_FOLD else found
+
+
+def terms_of_fold(
+    behind_pass: StaticTuple[Int, TERMS], m: Int, k: Int, n: Int
+) -> StaticTuple[Int, TERMS]:
+    """Counts what a forward with a fold takes: its product has the same tiles as one behind a pass.
+
+    Args:
+        behind_pass: The terms of that.
+        m: Rows.
+        k: Features.
+        n: Outputs.
+
+    Returns:
+        Its terms.
+    """
+    var found = behind_pass
+    if row_set(m, k) == TILES:
+        # A warp waits for each row of statistics.
+        found[2] = m
+        found[3] = k * n
+    elif k % K_BLOCK == 0:
+        # Rows whose statistics are gathered take longer than those that only are multiplied.
+        found[7] = found[6]
+    return found
+
+
+def _in_tiles(m: Int, k: Int, n: Int) -> StaticTuple[Int, TERMS]:
+    """Counts what all products of many rows take."""
     var found = StaticTuple[Int, TERMS](fill=0)
     found[0] = 1
-    if row_set(m, k) == TILES:
-        # At the limit of its power, a GPU lowers its clock.
-        found[1] = max(0, m * k * n - _POWER_LIMIT)
-        # A warp waits for each row of statistics; a pass writes rows as well, and reads keep it busy.
-        found[2] = m
-        if product != OF_FOLD:
-            found[2] = m * ceildiv(k, _ROW_STEP) * _ROW_STEP
-        if product == LIBRARY or product == OF_FOLD:
-            found[3] = k * n
-        if product == LIBRARY:
-            # Where the tiles fill less than half of the device, a tile takes as long as its sums, which may be split.
-            var tiles = ceildiv(m, _LIBRARY_TILE) * ceildiv(n, _LIBRARY_TILE)
-            if tiles <= processors // 2:
-                found[4] = min(k, _LONGEST_SUM)
-            found[5] = m * ceildiv(n, _LIBRARY_COLUMNS) * _LIBRARY_COLUMNS
-            if n % _SECTOR != 0:
-                found[6] = m * n
-            found[7] = m * k * n
-            return found
-        var common = product == IN_FLOAT32
-        var tiling = Tiling.best(m, n, k, processors, common=common)
-        var config = Config.of(tiling.columns, ping_pong=tiling.ping_pong)
-        var clusters = processors // config.cluster
-        var tiles = count_tiles(config, m, n)
-        var waves = ceildiv(tiles, clusters)
-        found[4] = _cycles(config, m, k, waves, min(tiles, clusters))
-        found[5] = n
-        if waves == 1:
-            found[6] = k
-        # Boxes of rows that start inside a sector are slow to fill.
-        if k % _SECTOR != 0:
-            found[7] = tiles * (config.cluster_rows() + config.columns) * k
-        return found
+    # At the limit of its power, a GPU lowers its clock.
+    found[1] = max(0, m * k * n - _POWER_LIMIT)
+    # A warp waits for each row; a pass writes rows as well, and reads keep it busy.
+    found[2] = m * ceildiv(k, _ROW_STEP) * _ROW_STEP
+    return found
+
+
+def _of_library(
+    m: Int, k: Int, n: Int, processors: Int
+) -> StaticTuple[Int, TERMS]:
+    var found = _in_tiles(m, k, n)
+    found[3] = k * n
+    # Where the tiles fill less than half of the device, a tile takes as long as its sums, which may be split.
+    var tiles = ceildiv(m, _LIBRARY_TILE) * ceildiv(n, _LIBRARY_TILE)
+    if tiles <= processors // 2:
+        found[4] = min(k, _LONGEST_SUM)
+    found[5] = m * ceildiv(n, _LIBRARY_COLUMNS) * _LIBRARY_COLUMNS
+    if n % _SECTOR != 0:
+        found[6] = m * n
+    found[7] = m * k * n
+    return found
+
+
+def _of_tiles(
+    m: Int, k: Int, n: Int, processors: Int, common: Bool
+) -> StaticTuple[Int, TERMS]:
+    var found = _in_tiles(m, k, n)
+    var tiling = Tiling.best(m, n, k, processors, common=common)
+    var config = Config.of(tiling.columns, ping_pong=tiling.ping_pong)
+    var clusters = processors // config.cluster
+    var tiles = count_tiles(config, m, n)
+    var waves = ceildiv(tiles, clusters)
+    found[4] = _cycles(config, m, k, waves, min(tiles, clusters))
+    found[5] = n
+    if waves == 1:
+        found[6] = k
+    # Boxes of rows that start inside a sector are slow to fill.
+    if k % _SECTOR != 0:
+        found[7] = tiles * (config.cluster_rows() + config.columns) * k
+    return found
+
+
+def _of_few_rows(
+    m: Int, k: Int, n: Int, processors: Int, library: Bool
+) -> StaticTuple[Int, TERMS]:
+    var found = StaticTuple[Int, TERMS](fill=0)
+    found[0] = 1
     found[1] = n
     found[2] = k * n
     found[3] = min(k, _LONGEST_SUM)
     if k % _SECTOR != 0:
         found[4] = k * n
-    if product == LIBRARY:
+    if library:
         found[5] = k
         found[6] = min(k * n, _LARGE_WEIGHT)
         return found
     # One cluster computes a tile.
     found[5] = ceildiv(ceildiv(n, FEW_OUTPUTS), processors // FEW_CLUSTER)
     found[6] = found[5] * k
-    # Rows whose statistics are gathered take longer than those that only are multiplied.
-    if product == OF_FOLD and k % K_BLOCK == 0:
-        found[7] = found[6]
     return found
 
 
 def _cycles(config: Config, m: Int, k: Int, waves: Int, at_once: Int) -> Int:
     """Estimates the cycles of tiles, each as long as its products or what it loads."""
-    var blocks = ceildiv(k, K_BLOCK)
     # Of what tensor cores can do, products are 87 %.
-    var products = blocks * (K_BLOCK // 16) * config.columns * 115 // 100
+    var products = ceildiv(k, 16) * config.columns * 115 // 100
     var loaded = 2 * K_BLOCK * (config.cluster_rows() + config.columns)
-    var loads = at_once * blocks * loaded // _L2_BYTES
+    var loads = at_once * k * loaded // (K_BLOCK * _L2_BYTES)
     var cycles = max(products, loads)
     var last = cycles
     # Boxes that are outside the matrix in part are slow to fill: one wave waits for those of the last rows.
