@@ -94,7 +94,7 @@ def table(calls: Sequence[GpuCall]) -> Table:
 
 def plot(calls: Sequence[GpuCall], path: Path) -> None:
     """Write regret and the ratio to eager over the products of a call, in graphs and launched."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     shared: Any = {"sharey": True}
     for axes, is_launched in zip(figure.subplots(1, 2, **shared), (False, True), strict=True):
         for dtype, color in zip(DTYPES, ("#2e86ab", "#3a9d6e"), strict=True):

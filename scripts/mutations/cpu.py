@@ -614,8 +614,8 @@ MUTATIONS = (
         "launched, a device that is almost as slow as the host takes no time",
         "cpu",
         "op/norm_linear/sm90/costs.mojo",
-        "us = hypot(us, self._at(1 + i))",
-        "us = max(us, self._at(1 + i))",
+        "us = hypot(us, self._at(_HOST + i))",
+        "us = max(us, self._at(_HOST + i))",
         FORWARD_PLANS,
     ),
     Mutation(

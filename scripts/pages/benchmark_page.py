@@ -92,6 +92,9 @@ def _h200() -> list[str]:
             {
                 "forward": f"{RESULTS}/gpu-regret-nvidia-h200.json",
                 "forward, seed 4177": f"{RESULTS}/gpu-regret-nvidia-h200-seed-4177.json",
+                "forward, seed 7331": f"{RESULTS}/gpu-regret-nvidia-h200-seed-7331.json",
+                "forward, seed 9241": f"{RESULTS}/gpu-regret-nvidia-h200-seed-9241.json",
+                "forward, seed 12007": f"{RESULTS}/gpu-regret-nvidia-h200-seed-12007.json",
                 "training": f"{RESULTS}/gpu-regret-training-nvidia-h200.json",
             }
         ),
