@@ -787,6 +787,14 @@ MUTATIONS = (
         ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
     ),
     Mutation(
+        "a second pass multiplies the rows of the first",
+        "cpu",
+        f"{GEMM_CPU}/few_rows.mojo",
+        "a.part(first, 0),",
+        "a,",
+        ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
+    ),
+    Mutation(
         "a task of few rows leaves out the last of its panels",
         "cpu",
         f"{CPU}/forward.mojo",

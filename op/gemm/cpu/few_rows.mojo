@@ -25,11 +25,24 @@ comptime _FLUSHES = 0x8040
 """The bits of MXCSR by which numbers below the normal ones are zero, read or written."""
 
 
-def _most[dtype: DType]() -> Int:
-    """Counts the rows: with more, arithmetic takes longer than reading the weight, and packing it saves some."""
+comptime _SEVERAL_PASSES = (
+    CompilationTarget.has_avx512f()
+    and CompilationTarget._has_feature["sse4a"]()
+)
+"""Whether a vector's rows of the weight may be transposed several times, from the second cache, for more rows: measured on
+AMD's CPUs, which alone have SSE4a, and transpose faster."""
+
+comptime _CACHED = 1 << 20
+"""Elements of a weight of bfloat16 that is packed faster than it is transposed twice, since caches hold it."""
+
+
+def _at_once[dtype: DType]() -> Int:
+    """Counts the rows for which a square's registers are enough, or cost less than packing the weight."""
     comptime if not CompilationTarget.has_avx512f():
         # Measured with AVX2: a square's registers that have to wait in memory cost less than packing.
         return 8 if CompilationTarget.has_avx2() else 0
+    comptime if _SEVERAL_PASSES:
+        return 12
     return 2 if Blocking[dtype].has_tiles else 8 if size_of[dtype]() > 2 else 6
 
 
@@ -53,11 +66,31 @@ struct FewRows[dtype: DType]:
     )
     """Whether each number is one product, but takes so little memory that arithmetic would decide, not the memory's speed."""
 
-    comptime most = _most[Self.dtype]()
-    """The most rows for which this is the fastest way."""
+    comptime at_once = _at_once[Self.dtype]()
+    """The most rows that are multiplied in one pass."""
+
+    comptime most = (
+        Self.at_once if not _SEVERAL_PASSES else 32 if Self.B.has_dot else 48
+    )
+    """The most rows for which this is the fastest way: with more, packing the weight once saves some."""
 
     comptime unit = Self.B.width * Self.B.pair
     """Features of a square."""
+
+    @staticmethod
+    def takes(rows: Int, weight: Int) -> Bool:
+        """Tells whether this is the fastest way.
+
+        Args:
+            rows: How many rows.
+            weight: Elements of the weight.
+
+        Returns:
+            Whether it is.
+        """
+        if rows <= Self.at_once:
+            return True
+        return rows <= Self.most and not (Self.B.has_dot and weight < _CACHED)
 
 
 def multiply_few_rows[
@@ -81,7 +114,7 @@ def multiply_few_rows[
         c: The sums, in whole vectors.
         a: The rows, zero up to a multiple of `FewRows.unit`.
         weight: Its rows, each a column of the sums.
-        rows: How many rows, at most `FewRows.most`.
+        rows: How many rows, at most `FewRows.most`: in passes of as many rows each.
         columns: How many rows of the weight.
         depth: Products to sum.
         is_first: Whether no rows of the weight were multiplied just before these.
@@ -91,18 +124,23 @@ def multiply_few_rows[
     var flushing = _Flushing()
     comptime if B.has_tiles:
         flushing.begin()
+    comptime at_once = FewRows[dtype].at_once
+    var passes = ceildiv(rows, max(1, at_once))
     for column in range(0, columns, B.width):
-        comptime for r in range(1, FewRows[dtype].most + 1):
-            if rows == r:
-                _multiply[dtype, r](
-                    c.part(0, column),
-                    a,
-                    weight.part(column, 0),
-                    min(B.width, columns - column),
-                    depth,
-                    is_first and column == 0,
-                    column + B.width < columns + left,
-                )
+        for i in range(passes):
+            var first = rows * i // passes
+            var count = rows * (i + 1) // passes - first
+            comptime for r in range(1, at_once + 1):
+                if count == r:
+                    _multiply[dtype, r](
+                        c.part(first, column),
+                        a.part(first, 0),
+                        weight.part(column, 0),
+                        min(B.width, columns - column),
+                        depth,
+                        is_first and column == 0,
+                        column + B.width < columns + left,
+                    )
     comptime if B.has_tiles:
         flushing.end()
 

@@ -100,7 +100,9 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
                 call.M <= FEW_ROWS_ON_TILES
                 and call.M * call.K <= FEW_ELEMENTS_ON_TILES
             )
-        self.in_place = self.few_rows and call.M <= FewRows[Self.dtype].most
+        self.in_place = self.few_rows and FewRows[Self.dtype].takes(
+            call.M, call.N * call.K
+        )
         self.workers = workers(call)
         self.panels = B.panels(call.N)
         self.halves = 2 if call.activation >= GATED else 1

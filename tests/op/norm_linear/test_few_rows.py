@@ -12,9 +12,11 @@ from test_cpu_family import forward as family_forward
 from test_cpu_kernels import DTYPES, Kernels
 
 # Beyond the rows that are multiplied in place, and few enough to be in the same call's other form.
-MANY = 40
+MANY = 56
+# Of one pass, and of several, which have as many rows each or one more.
+ROWS = (*range(1, 10), 12, 13, 25, 32, 48)
 # Of less than a square, of several blocks, whole or not in both directions; several panels a task.
-SIZES = [(7, 5), (31, 17), (64, 48), (130, 49), (545, 33), (1030, 70), (31, 1700)]
+SIZES = [(7, 5), (31, 17), (64, 48), (130, 49), (545, 33), (1030, 70), (31, 1700), (1030, 1100)]
 RMS_NORM = 1
 # Below the normal numbers of float32: tile registers take them for zero.
 TINY = 1e-38
@@ -26,7 +28,7 @@ def test_bits_are_those_of_the_rows_among_more(size: tuple[int, int], dtype: tor
     kernels = Kernels(dtype)
     inputs = make_inputs(MANY, *size, dtype=dtype)
     y, mean, rstd = kernels.forward(inputs)
-    for rows in range(1, 10):
+    for rows in ROWS:
         part = slice(MANY - rows, MANY)
         some = kernels.forward([inputs[0][part], *inputs[1:]])
         assert all(map(torch.equal, some, (y[part], mean[part], rstd[part]))), rows
@@ -66,7 +68,7 @@ def test_the_rest_of_the_family_is_the_same(activation: int, dtype: torch.dtype)
     case = Case((MANY, 130, 99), dtype, RMS_NORM, residual=True, groups=1, activation=activation)
     t = case.tensors()
     many = family_forward(case, t)
-    for rows in (1, 2, 5, 8):
+    for rows in (1, 2, 5, 8, 30):
         rest = {name: t[name][:rows].clone() for name in ("x", "residual")}
         some = family_forward(replace(case, shape=(rows, 130, 99)), t | rest)
         for name, tensor in some.items():
