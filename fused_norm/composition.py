@@ -203,17 +203,18 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
     """
     rows, gamma, beta, scale, shift = x, t.gamma, t.beta, t.scale, t.shift
     features = _features(x, gamma, t.weights[0] if t.weights else None)
-    if not isinstance(x, Tensor) or x.is_nested or not x.dim():
-        return F.layer_norm(x, features, gamma, beta, spec.eps)
     norm = NORMS[spec.normalization]
-    if norm.has_bias and not spec.weight_offset and scale is shift is None:
-        # PyTorch's own op, whatever the dtypes: it raises the error if they do not match.
+    is_bare = norm.has_bias and not spec.weight_offset and scale is shift is None
+    parameters = (gamma, beta) if norm.has_bias else (gamma,)
+    is_wrong = not all(v is None or isinstance(v, Tensor) for v in parameters)
+    if is_bare or is_wrong or not isinstance(x, Tensor) or not x.dim():
+        # PyTorch's own op, whatever the dtypes: it raises the error if there is one.
         return norm.function(x, features, gamma, beta, spec.eps)
     # PyTorch's norms also compute in float32, and round once.
     if not is_rounded_once(spec, x, t):
         rows = widened(x)
         gamma, beta, scale, shift = (
-            v if v is None else widened(v) for v in (gamma, beta, scale, shift)
+            widened(v) if isinstance(v, Tensor) else v for v in (gamma, beta, scale, shift)
         )
     if gamma is not None and spec.weight_offset:
         gamma = gamma + spec.weight_offset
@@ -238,7 +239,7 @@ def is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
         t.scale is None
         and t.shift is None
         and (gamma is None or (gamma.dtype is x.dtype and not spec.weight_offset))
-        and (beta is None or (beta.dtype is x.dtype and NORMS[spec.normalization].has_bias))
+        and (beta is None or (NORMS[spec.normalization].has_bias and beta.dtype is x.dtype))
     )
 
 

@@ -162,7 +162,7 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
         return float(eps)
     # Raises PyTorch's own error if it is not a number.
     value: Any = eps
-    torch.layer_norm(torch.ones(1), (1,), None, None, value)
+    norm.function(torch.ones(1), (1,), None, None, value)
     return float(value)
 
 

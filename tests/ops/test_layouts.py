@@ -182,3 +182,26 @@ def test_compiled_gradients_of_weights_by_columns(device: str) -> None:
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
         assert mine.stride() == other.stride()
+
+
+@pytest.mark.filterwarnings("ignore:.*[Nn]ested [Tt]ensor:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0}, {"scale": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_nested_rows_have_the_norm_that_is_asked_for(kind: str, options: dict[str, Any]) -> None:
+    """Regression: they had a LayerNorm, whatever the norm, without an offset, scale or shift."""
+    parts = [torch.randn(rows, K) + 1 for rows in (3, 5)]
+    gamma, weight = torch.randn(K), torch.randn(N, K)
+
+    def call(x: Tensor) -> Tensor:
+        return fn.norm_linear(x, weight, normalization=kind, norm_weight=gamma, **options)
+
+    found = call(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    for own, rows in zip(found.unbind(), parts, strict=True):
+        torch.testing.assert_close(own, call(rows))
+
+
+@pytest.mark.parametrize("name", ["x", "norm_weight", "eps"])
+def test_errors_are_those_of_the_norm(name: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.randn(2, K), "weight": torch.randn(N, K)}
+    with pytest.raises(TypeError, match=r"^rms_norm\(\): argument"):
+        fn.norm_linear(**arguments | {name: [1.0] * K}, normalization="rms_norm")
