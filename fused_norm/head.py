@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_norm import cross_entropy
@@ -81,13 +84,15 @@ def linear_cross_entropy(
         IndexError: As in PyTorch, if a label is out of range on a CPU; on a GPU it is an assertion
             on the device.
         ValueError: As in PyTorch, if the reduction is unknown or the shapes disagree.
-        RuntimeError: As in PyTorch, if shapes, dtypes or devices disagree.
+        RuntimeError: As in PyTorch, if shapes, dtypes or devices disagree, or if a weight of the
+            loss requires a gradient.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
     if (dtype := dtype_of_products(x)) is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
+    _check_tensors(t)
     fits = head_ops.fits(t) and not head_ops.is_transformed()
     is_sharded = has_dtensor(t)
     is_small = fits and not is_sharded and head_ops.is_small(t)
@@ -164,7 +169,45 @@ def _rows(chunk_rows: int | str | None) -> int:
         return SMALL_ROWS
     if isinstance(chunk_rows, str) or chunk_rows < 1:
         raise ValueError(f'chunk_rows must be None, "small" or positive, got {chunk_rows!r}')
-    return int(chunk_rows)
+    return _integer("chunk_rows", chunk_rows)
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(
+            f"linear_cross_entropy(): argument '{name}' must be int, not {kind}"
+        ) from None
+
+
+def _check_tensors(t: Head) -> None:
+    """Raise if labels or weights of the loss are not those of the rows, or need a gradient."""
+    for name in ("class_weight", "token_weight"):
+        value = getattr(t, name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"linear_cross_entropy(): argument '{name}' must be Tensor, not {kind}")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "The function 'linear_cross_entropy' is not differentiable with respect to "
+                f"argument '{name}'. This input cannot have requires_grad True."
+            )
+    if not isinstance(t.x, Tensor) or not isinstance(t.target, Tensor) or t.x.is_nested:
+        return
+    rows, own = t.x.shape[:-1], t.token_weight
+    # PyTorch's op raises the error of a single dimension.
+    if t.target.shape != rows and not t.target.dim() == len(rows) == 1:
+        raise ValueError(f"Expected target size {list(rows)}, got {list(t.target.shape)}")
+    if own is not None and own.shape != t.target.shape:
+        raise ValueError(
+            f"Expected token_weight size {list(t.target.shape)}, got {list(own.shape)}"
+        )
 
 
 def _checked(
@@ -181,7 +224,8 @@ def _checked(
         raise RuntimeError(
             f"label_smoothing must be between 0.0 and 1.0. Got: {float(label_smoothing)}"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be None or positive, got {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be None or positive and finite, got {softcap}")
+    ignore_index = _integer("ignore_index", ignore_index)
     numbers = (float(label_smoothing), float(z_loss), float(softcap or 0))
     return Loss(reduction, ignore_index, *numbers, chunk_rows)

@@ -257,11 +257,32 @@ def test_errors_are_pytorch_s(arguments: tuple[Any, Any, Any]) -> None:
         ({"chunk_rows": 0}, ValueError),
         ({"chunk_rows": "tiny"}, ValueError),
         ({"class_weight": torch.ones(3)}, RuntimeError),
+        ({"class_weight": [1.0] * 5}, TypeError),
+        ({"class_weight": torch.ones(5, requires_grad=True)}, RuntimeError),
+        ({"token_weight": 1.0}, TypeError),
+        ({"token_weight": torch.ones(1)}, ValueError),
+        ({"token_weight": torch.ones(6, requires_grad=True)}, RuntimeError),
+        ({"ignore_index": 1.5}, TypeError),
+        ({"ignore_index": None}, TypeError),
+        ({"chunk_rows": 1.5}, TypeError),
+        ({"softcap": float("inf")}, ValueError),
     ],
+    ids=str,
 )
-def test_wrong_options(option: dict[str, Any], error: type[Exception]) -> None:
+@pytest.mark.parametrize("few", [0, head_ops.FEW_LOGITS])
+def test_wrong_options(
+    option: dict[str, Any], error: type[Exception], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_ops, "FEW_LOGITS", few)
     with pytest.raises(error):
         fn.linear_cross_entropy(X, WEIGHT, TARGET, **option)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1), (1, 2, 3)], ids=str)
+def test_labels_of_other_rows_are_an_error(shape: tuple[int, ...]) -> None:
+    """As many labels as rows, but in another order or of another shape."""
+    with pytest.raises(ValueError, match=r"Expected target size \[2, 3\], got"):
+        fn.linear_cross_entropy(X.view(2, 3, 4), WEIGHT, TARGET.view(shape))
 
 
 _PEAK = """
