@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("PyTorch sees no GPU")
     if options.rounds < 1:
         parser.error("--rounds must be 1 or more")
+    if options.max_ratio is not None and not options.max_ratio >= 0:
+        parser.error("--max-ratio must be 0 or more")
     try:
         shapes = [_shape(text) for text in options.shape or ()] or SHAPES[device]
     except ValueError as error:

@@ -6,6 +6,7 @@ Nothing is measured unless you ask.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -48,8 +49,14 @@ def tune(
         The file with the result, in the cache folder.
 
     Raises:
-        RuntimeError: If there are no kernels to measure, or the cache cannot be written.
+        ValueError: If the device or the seconds are none that can be measured.
+        RuntimeError: If there are no kernels to measure, nothing was measured, or the cache cannot
+            be written.
     """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be finite and not negative, got {seconds}")
     is_gpu = device == "cuda"
     if is_gpu and not (
         torch.cuda.is_available() and kernels.is_hopper(torch.cuda.current_device())
@@ -116,6 +123,8 @@ def _within(
                 break
             found += call(size)
             progress.update(task, completed=min(time.perf_counter() - began, seconds))
+    if not found:
+        raise RuntimeError(f"nothing was measured in {seconds:g} s: give sizes, or more seconds")
     return found
 
 

@@ -66,5 +66,8 @@ def _model(text: str) -> tuple[torch.nn.Module, Sequence[Any]]:
     module, _, factory = text.partition(":")
     if not factory:
         raise ValueError(f"a model is MODULE:FACTORY, got {text!r}")
-    model, *example = getattr(importlib.import_module(module), factory)()
+    made = getattr(importlib.import_module(module), factory)()
+    if not (isinstance(made, (tuple, list)) and made and isinstance(made[0], torch.nn.Module)):
+        raise ValueError(f"{text} must return a model and its arguments, not {made!r:.60}")
+    model, *example = made
     return model, example

@@ -191,6 +191,15 @@ def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyP
     assert choice.path(machine.cpu_kind()) == shipped
 
 
+def test_nothing_is_written_where_nothing_is_measured(own_folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="nothing was measured in 0 s"):
+        fn.tune(seconds=0.0)
+    for wrong in ({"seconds": float("inf")}, {"seconds": 1.0, "device": "cuda:0"}):
+        with pytest.raises(ValueError, match="must be"):
+            fn.tune(**wrong)
+    assert not list(own_folder.glob("*.json"))
+
+
 def _damaged() -> dict[str, Any]:
     """Return files that an interrupted, an older or another program may have left."""
     whole = _device("cpu", 1.0, 2.0, [["float32", "", "forward", 3, 4, 5, "around"]])._asdict()
