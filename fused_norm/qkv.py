@@ -108,6 +108,8 @@ def _check_tensors(x: Any, **others: Any) -> None:
 def _check_weights(weights: Sequence[Tensor], head_dim: int) -> None:
     if len(weights) != 3:
         raise ValueError(f"expected the weights of queries, keys and values, got {len(weights)}")
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be positive, got {head_dim}")
     for weight in weights:
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] % head_dim:
             raise ValueError(f"{weight.shape[0]} outputs are not a multiple of head_dim={head_dim}")

@@ -394,6 +394,8 @@ def test_norm_qkv_under_autocast() -> None:
     ("change", "error", "words"),
     [
         ({"head_dim": 60}, ValueError, "256 outputs are not a multiple of head_dim=60"),
+        ({"head_dim": 0}, ValueError, "head_dim must be positive, got 0"),
+        ({"head_dim": -64}, ValueError, "head_dim must be positive, got -64"),
         ({"weights": 2}, ValueError, "queries, keys and values, got 2"),
         ({"rotary": (8, 64)}, ValueError, r"of shape \[9, 'R'\] or \[2, 9, 'R'\], got \[8, 64\]"),
         ({"rotary": (9, 128)}, ValueError, "at most head_dim=64"),
