@@ -62,7 +62,8 @@ def linear_cross_entropy(
     Args:
         x: Rows of shape `[..., K]`.
         weight: Shape `[V, K]`, in the dtype of `x`.
-        target: Labels of shape `[...]`, int64, from 0 to V - 1 or `ignore_index`.
+        target: Labels of shape `[...]`, or flat in the order of the rows, int64, from 0 to V - 1 or
+            `ignore_index`.
         bias: Shape `[V]`, or None.
         ignore_index: Label of rows that have neither loss nor gradient.
         label_smoothing: As in `F.cross_entropy`, from 0 to 1.
@@ -201,8 +202,9 @@ def _check_tensors(t: Head) -> None:
     if not isinstance(t.x, Tensor) or not isinstance(t.target, Tensor) or t.x.is_nested:
         return
     rows, own = t.x.shape[:-1], t.token_weight
-    # PyTorch's op raises the error of a single dimension.
-    if t.target.shape != rows and not t.target.dim() == len(rows) == 1:
+    # Flat labels are those of the rows in order. PyTorch's op raises the error of a single dimension.
+    is_flat = t.target.dim() == 1 and (len(rows) == 1 or t.target.numel() == rows.numel())
+    if t.target.shape != rows and not is_flat:
         raise ValueError(f"Expected target size {list(rows)}, got {list(t.target.shape)}")
     if own is not None and own.shape != t.target.shape:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -278,11 +279,20 @@ def test_wrong_options(
         fn.linear_cross_entropy(X, WEIGHT, TARGET, **option)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2), (5,), (2, 3, 1), (1, 2, 3)], ids=str)
 def test_labels_of_other_rows_are_an_error(shape: tuple[int, ...]) -> None:
     """As many labels as rows, but in another order or of another shape."""
     with pytest.raises(ValueError, match=r"Expected target size \[2, 3\], got"):
-        fn.linear_cross_entropy(X.view(2, 3, 4), WEIGHT, TARGET.view(shape))
+        fn.linear_cross_entropy(X.view(2, 3, 4), WEIGHT, TARGET[: math.prod(shape)].view(shape))
+
+
+@pytest.mark.parametrize("few", [0, head_ops.FEW_LOGITS])
+def test_flat_labels_are_those_of_the_rows_in_order(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_ops, "FEW_LOGITS", few)
+    loss = fn.linear_cross_entropy(X.view(2, 3, 4), WEIGHT, TARGET, reduction="none")
+    torch.testing.assert_close(loss, fn.linear_cross_entropy(X, WEIGHT, TARGET, reduction="none"))
 
 
 _PEAK = """
