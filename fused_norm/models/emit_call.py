@@ -53,10 +53,10 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     residual = None
     if call.total is not None:
         x, residual = call.total[:2]
+    options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
+    gamma, beta, offset = _affine(norm, x, emit)
     for view in reading.views:
         x = again(view, x)
-    options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
-    gamma, beta, offset = _affine(norm, emit)
     options |= {"norm_weight": gamma, "norm_bias": beta, "residual": residual}
     options |= {"weight_offset": offset, "activation": activated and activated.name}
     returns_sum = call.returns_sum or call.passes_on is not None
@@ -129,8 +129,14 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     return [(node, fitted(node, by, emit)) for node, by in pairs]
 
 
-def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
-    """Return gamma, beta and offset, multiplied by the norm's factor."""
+def _affine(norm: Norm, x: Node, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
+    """Return gamma, beta and offset, multiplied by the norm's factor.
+
+    Args:
+        norm: The norm.
+        x: What the call reads: its result may replace the sum that the norm reads.
+        emit: Adds a node.
+    """
     gamma, beta = norm.gamma, norm.beta
     features = shape(norm.x)[-1]
     if is_single(gamma):
@@ -143,7 +149,7 @@ def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
         return gamma, beta, norm.offset
     if gamma is None:
         wide = torch.promote_types(dtype(norm.x), torch.float32)
-        gamma = emit(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=wide)
+        gamma = emit(torch.Tensor.new_full, x, (features,), norm.factor, dtype=wide)
     else:
         # Rounded once, like the norm.
         if value(gamma).itemsize < 4:

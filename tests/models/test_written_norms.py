@@ -218,6 +218,24 @@ def test_one_root_of_two_norms() -> None:
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
+def test_lengths_of_sums_that_are_read_again() -> None:
+    """A call returns the sum, and takes a gamma that the model has not."""
+
+    def function(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        total = x + r
+        return F.linear(F.normalize(total, dim=-1), w), total
+
+    given = [torch.randn(s, requires_grad=True) for s in ((2, 5, K), (2, 5, K), (N, K))]
+    compiled, sites = with_sites(function)
+    results = []
+    for each in (function, compiled):
+        ys = each(*given)
+        results.append([*ys, *torch.autograd.grad([y.square().sum() for y in ys], given)])
+    assert [site.fused for site in sites] == [True]
+    for own, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
 def test_eps_that_is_added_to_a_root_is_another_norm() -> None:
     """The Annotated Transformer's: no variance plus eps has that root for every row."""
 
