@@ -106,8 +106,7 @@ class Rewriter:
     ) -> tuple[list[FusedCall], set[Node], list[tuple[Node, Node]]]:
         """Emit calls into the graph; return them, the replaced nodes, and the result for each."""
         calls = self._calls(norm, readers, less)
-        dead = set(norm.inner).union(*(call.inner() for call in calls))
-        dead = dead.union(*(call.parts.inner for call in calls if call.parts is not None))
+        dead = _replaced(norm, calls)
         self.emitter.made.clear()
         swaps: list[tuple[Node, Node]] = []
         x = norm.x
@@ -162,7 +161,7 @@ class Rewriter:
                 recipe = self.precision.of_call(products)[0]
                 call.parts = find_parts(products[0], norm.x, is_modulated, recipe, self.flow)
         if first.total is not None:
-            gone = norm.inner | first.inner()
+            gone = _replaced(norm, calls)
             first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)
         if others := self._others(norm, readers, calls):
             self._expose(norm, others, calls)
@@ -344,6 +343,20 @@ class Rewriter:
                 now[node] = self.emitter.graph.node_copy(node, lambda old: now.get(old, old))
                 self.flow.add(now[node], user)
         user.replace_input_with(source, now[source])
+
+
+def _replaced(norm: Norm, calls: Iterable[FusedCall]) -> set[Node]:
+    """Return the nodes that calls replace: of a norm's, those that no other node reads.
+
+    A node that stays reads a sum that a call computes from the call. If the sum stayed for it and
+    is in place, the call would read a summand that it has overwritten.
+    """
+    found = norm.inner.union(*(call.inner() for call in calls))
+    found = found.union(*(call.parts.inner for call in calls if call.parts is not None))
+    for node in sorted(norm.inner - {norm.out}, reverse=True):
+        if not found.issuperset(node.users):
+            found.remove(node)
+    return found
 
 
 def _is_followed(reader: Node) -> bool:
