@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -310,3 +311,18 @@ def test_autocast() -> None:
         loss, exact = compiled(*inputs()), model(*inputs())
     assert loss.dtype is exact.dtype
     torch.testing.assert_close(loss, exact, rtol=2e-2, atol=2e-2)
+
+
+def test_rows_of_dynamic_features() -> None:
+    """Regression: a weight that is an argument leaves a graph without a number of features."""
+
+    def function(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))
+
+    compiled, sites = with_sites(function, dynamic=True, small=True)
+    for rows, features in (((2, 5), 16), ((3, 4), 24)):
+        x, w = torch.randn(*rows, features), torch.randn(30, features)
+        target = torch.randint(30, rows)
+        torch.testing.assert_close(compiled(x, w, target), function(x, w, target))
+    assert [site.fused for site in sites] == [True]
