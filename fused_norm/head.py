@@ -202,7 +202,7 @@ def _check_tensors(t: Head) -> None:
     if not isinstance(t.x, Tensor) or not isinstance(t.target, Tensor) or t.x.is_nested:
         return
     rows, own = t.x.shape[:-1], t.token_weight
-    # Flat labels are those of the rows in order. PyTorch's op raises the error of a single dimension.
+    # Flat labels are those of the rows in order. PyTorch's op raises the error of one dimension.
     is_flat = t.target.dim() == 1 and (len(rows) == 1 or t.target.numel() == rows.numel())
     if t.target.shape != rows and not is_flat:
         raise ValueError(f"Expected target size {list(rows)}, got {list(t.target.shape)}")
