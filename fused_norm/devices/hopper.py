@@ -28,6 +28,8 @@ UNFOLDED = ("composed", "around")
 ROWS = (16, 64, math.inf)
 TILED = 64
 TERMS = 8
+# Another one for each change of what the terms are: costs of other terms say nothing.
+VERSION = 2
 # The choices, each among a dtype's strategies: launched, then in a graph, with folds kept and
 # without; then the product after a pass.
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
@@ -73,6 +75,7 @@ class Hopper(NamedTuple):
         costs: By "dtype strategy", for each of ROWS, the cost of each term.
         host: Microseconds that the host takes to launch a forward, by strategy.
         exceptions: [dtype, M, K, N, a strategy for each choice, the faster product], by STRATEGIES.
+        version: Of the terms.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Hopper(NamedTuple):
     costs: dict[str, list[list[float]]]
     host: dict[str, float]
     exceptions: list[list[Any]]
+    version: int = VERSION
 
     def us(self, call: GpuCall, strategy: str, terms: Terms) -> float:
         """Return the modeled time of a forward in a graph, infinity without such a strategy."""
@@ -124,6 +128,8 @@ def _check(device: Hopper) -> None:
     Raises:
         ValueError: If it is of another version of the model, or damaged.
     """
+    if device.version != VERSION:
+        raise ValueError("costs of other terms")
     dtypes = {name.split(" ")[0] for name in device.costs}
     needed = {f"{dtype} {strategy}" for dtype in dtypes for strategy in UNFOLDED}
     possible = needed | {f"{dtype} {strategy}" for dtype in dtypes for strategy in STRATEGIES}

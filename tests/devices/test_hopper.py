@@ -209,6 +209,7 @@ def _device(**changed: Any) -> dict[str, Any]:
     host = dict.fromkeys(hopper.STRATEGIES, 10.0)
     exception = ["bfloat16", 8, 8, 8, *["composed"] * 5]
     whole = {"name": "nvidia-h100", "about": {}, "costs": strategies, "host": host}
+    whole["version"] = hopper.VERSION
     return whole | {"exceptions": [exception]} | changed
 
 
@@ -221,6 +222,7 @@ DAMAGED = {
         "costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * SETS for w in hopper.STRATEGIES}
     },
     "no host": {"host": {}},
+    "costs of other terms": {"version": hopper.VERSION - 1},
     "an exception of fewer strategies": {"exceptions": [["bfloat16", 8, 8, 8, "composed"]]},
     "an exception of another strategy": {"exceptions": [["bfloat16", 8, 8, 8, *["fused"] * 5]]},
     "an exception of no size": {"exceptions": [["bfloat16", 0, 8, 8, *["around"] * 5]]},
