@@ -65,6 +65,7 @@ def product(
     ref gpu = Launcher.at(arguments.integer())[].gpu
     var columns = arguments.integer()
     var ping_pong = arguments.integer() != 0
+    var split = arguments.integer()
     var kind = arguments.integer()
     var c = arguments.integer()
     var a = arguments.integer()
@@ -80,7 +81,7 @@ def product(
     var rstd = arguments.integer()
     var h = arguments.integer()
     var activation = Int32(arguments.integer())
-    var tiling = Tiling(columns, ping_pong, 100)
+    var tiling = Tiling(columns, ping_pong, 100, split)
     var plus = Bias[DTYPE](Int64(bias))
     var scale = ScaleAndCorrect(
         {unsafe_from_address = rstd},
@@ -128,8 +129,8 @@ def PyInit_sm90_shapes() abi("C") -> PythonObject:
             product,
             "product",
             docstring=(
-                "product(launcher, columns, turns, kind, c, a, b, m, n, k, bias,"
-                " added, corrections, mean, rstd, h, activation) -> 0"
+                "product(launcher, columns, turns, split, kind, c, a, b, m, n, k,"
+                " bias, added, corrections, mean, rstd, h, activation) -> 0"
             ),
         )
         return builder.finalize()

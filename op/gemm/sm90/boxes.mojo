@@ -57,7 +57,9 @@ def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
         return H_COLUMNS
     # An activation has a box's numbers in registers in addition to the sums of a tile.
     var has_few_registers = E.activates and config.columns > 128
-    if E.is_gate or config.split or has_few_registers:
+    if config.split:
+        return box_columns[dtype](config.columns // config.cluster)
+    if E.is_gate or has_few_registers:
         return box_columns[dtype](config.columns // 2)
     return box_columns[dtype](config.columns)
 

@@ -80,6 +80,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         b_transposed: Bool = False,
         sums_rows: Bool = False,
         split: Bool = False,
+        cluster: Int = 2,
         adds: Bool = False,
         ping_pong: Bool = False,
         parts: Int = WHOLE,
@@ -100,6 +101,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             b_transposed: Whether b is stored as [K, N].
             sums_rows: Whether the rows of a are summed.
             split: Whether a cluster shares a tile.
+            cluster: Blocks of the cluster that does.
             adds: Whether c is float32 where operands are narrower.
             ping_pong: Whether consumers alternate.
             parts: How several matrices make the product.
@@ -114,7 +116,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         var choices = Self(
             columns=columns,
             stages=0,
-            cluster=2 if columns > 64 else 1,
+            cluster=cluster if split else 2 if columns > 64 else 1,
             a_transposed=a_transposed,
             b_transposed=b_transposed,
             sums_rows=sums_rows,
@@ -148,7 +150,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "x",
             self.columns,
             "_sums" if self.sums_rows else "",
-            "_split" if self.split else "",
+            String("_split", self.cluster) if self.split else "",
             "_adds" if self.adds else "",
             "_ping_pong" if self.ping_pong else "",
             "_side_by_side" if self.parts == SIDE_BY_SIDE else "",

@@ -289,7 +289,8 @@ def consume[
         var own = Accumulators[registers](accumulator)
         var sums_here = gathers and config.a_transposed and thread < 64
         comptime if config.split:
-            comptime assert E.vectors == 0
+            # Those of a second vector would start elsewhere.
+            comptime assert E.vectors <= 1
             var tile_row = consumer * 64 + thread
             var together = ClusterSum[config](
                 shared, rank, consumer * 128 + thread
@@ -316,6 +317,11 @@ def consume[
                     together.columns
                 ](totals, product.accumulate != 0)
             else:
+                var vectors = shared.vectors()
+                comptime if E.vectors > 0:
+                    comptime size = size_of[E.vector_type(0)]()
+                    vectors += rank * UInt32(together.columns * size)
+                    mbarrier_wait(shared.vectors_full(tile), parity)
                 Rows(
                     product.epilogue,
                     terms.upper[0],
@@ -326,7 +332,7 @@ def consume[
                     elements,
                 ).store[c_dtype, together.columns](
                     totals,
-                    shared.vectors(),
+                    vectors,
                     boxes,
                     c_map,
                     TileAddend[config](),

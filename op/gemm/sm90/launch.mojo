@@ -17,8 +17,29 @@ from .tiling import (
     NARROWEST_GATE,
     ROW_ALIGNMENT,
     SHAPES,
+    SPLITS,
+    Split,
     Tiling,
 )
+
+
+def can_split[E: Epilogue, dtype: DType, b_transposed: Bool]() -> Bool:
+    """Tells whether the blocks of a cluster may share the sums of a product's tile.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of the operands.
+        b_transposed: Whether b is stored as [K, N].
+
+    Returns:
+        Whether there are such kernels.
+    """
+    return (
+        not (E.activates or E.adds or E.adds_last or E.has_row_terms)
+        and E.vectors == 1
+        and size_of[dtype]() == 2
+        and not b_transposed
+    )
 
 
 def launch_product[
@@ -76,6 +97,14 @@ def launch_product[
         if n * size_of[dtype]() % ROW_ALIGNMENT != 0:
             launch_matrix[dtype, ANY_COLUMNS](gpu, c, a, b, product)
             return
+    comptime if can_split[E, dtype, b_transposed]():
+        comptime for split in SPLITS:
+            if Split(tiling.columns, tiling.split) == split:
+                comptime config = Config.of(
+                    split.columns, split=True, cluster=split.blocks
+                )
+                launch_matrix[dtype, config](gpu, c, a, b, product)
+                return
     comptime for i in range(len(SHAPES)):
         comptime shape = SHAPES[i]
         comptime config = Config.of(
@@ -89,6 +118,7 @@ def launch_product[
         ) and not (E.adds_last and shape.ping_pong):
             if (
                 tiling.columns == config.columns
+                and tiling.split == 1
                 and tiling.ping_pong == config.ping_pong
             ):
                 launch_matrix[dtype, config](gpu, c, a, b, product)

@@ -41,6 +41,25 @@ comptime PROMOTED_SHAPES = [
     Shape(208, False, 1080),
 ]
 """Shapes whose sums are added up in float32: consumers share each tile, and have twice the registers of its sums."""
+
+
+@fieldwise_init
+struct Split(Equatable, TrivialRegisterPassable):
+    """A shape of the matrix kernel in which the blocks of a cluster share the sums of a tile."""
+
+    var columns: Int
+    """Columns of a tile."""
+    var blocks: Int
+    """Blocks of a cluster."""
+
+
+comptime SPLITS = [
+    Split(64, 2),
+    Split(64, 4),
+    Split(128, 4),
+    Split(128, 8),
+]
+"""Which there are of products in 16 bits with a bias or without, whose tiles are few and whose sums are long."""
 comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -266,7 +285,6 @@ def shared_tiling[
     return best
 
 
-@fieldwise_init
 struct Tiling(TrivialRegisterPassable):
     """A kernel for products of some sizes."""
 
@@ -276,6 +294,24 @@ struct Tiling(TrivialRegisterPassable):
     """Whether consumers alternate, each with whole tiles."""
     var percent: Int
     """Percentage of the device's time that it uses; 100 if the rows are few."""
+    var split: Int
+    """Blocks of a cluster that share the sums of a tile; 1 where each block has its own."""
+
+    def __init__(
+        out self, columns: Int, ping_pong: Bool, percent: Int, split: Int = 1
+    ):
+        """Takes a kernel.
+
+        Args:
+            columns: Columns of a tile, or `FEW_ROWS`.
+            ping_pong: Whether consumers alternate.
+            percent: Percentage of the device's time that it uses.
+            split: Blocks that share the sums of a tile.
+        """
+        self.columns = columns
+        self.ping_pong = ping_pong
+        self.percent = percent
+        self.split = split
 
     def fills(self) -> Bool:
         """Tells whether it keeps the device busy, or the rows are few.

@@ -33,10 +33,13 @@ TILING = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/tiling.mojo").read
 # The first list is of shapes that every product may have.
 (LISTED,) = re.findall(r"^comptime SHAPES = \[\n(.*?)^\]", TILING, re.DOTALL | re.MULTILINE)
 TILES = re.findall(r"Shape\((\d+), (True|False)", LISTED)
-TILES = [(int(columns), turns == "True") for columns, turns in TILES]
+TILES = [(int(columns), turns == "True", 1) for columns, turns in TILES]
+# Those that blocks of a cluster share, how many, of products with a bias or none.
+(SPLIT,) = re.findall(r"^comptime SPLITS = \[\n(.*?)^\]", TILING, re.DOTALL | re.MULTILINE)
+SPLITS = [(int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+)", SPLIT)]
 COMMON = int(re.search(r"COMMON_SHAPES = (\d+)", TILING)[1])
 NARROWEST_GATE = int(re.search(r"NARROWEST_GATE = (\d+)", TILING)[1])
-GATHERING = [(256, False)]
+GATHERING = [(256, False, 1)]
 # One tile; less than one, in each size; one of the two consumers without a tile; two waves; more;
 # tiles that follow each other faster than they are stored; one row of many tiles; K that is not a
 # multiple of the k block.
@@ -65,6 +68,7 @@ ODD = [(37, 72, 7), (300, 520, 50257), (1000, 776, 1031), (128, 64, 129), (16384
 
 def test_every_shape_is_tried() -> None:
     assert len(TILES) == LISTED.count("    Shape(") > 2
+    assert len(SPLITS) == SPLIT.count("    Split(") > 1
     assert set(GATHERING) <= set(TILES)
 
 
@@ -81,7 +85,7 @@ def test_any_columns(
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_products(
     kernels: tuple[ModuleType, torch.dtype],
-    tile: tuple[int, bool],
+    tile: tuple[int, bool, int],
     shape: tuple[int, int, int],
     kind: str,
 ) -> None:
@@ -95,9 +99,24 @@ def test_products(
     check_product(kernels, tile, shape, kind)
 
 
+@pytest.mark.parametrize("kind", ["bias", "bias-bare"])
+@pytest.mark.parametrize("shape", [*SHAPES, (129, 640, 8), (300, 4104, 1000)])
+@pytest.mark.parametrize("tile", SPLITS, ids=str)
+def test_splits(
+    kernels: tuple[ModuleType, torch.dtype],
+    tile: tuple[int, bool, int],
+    shape: tuple[int, int, int],
+    kind: str,
+) -> None:
+    _, _, blocks = tile
+    if shape[1] <= 64 * (blocks - 1):
+        pytest.skip("a block would have nothing to multiply")
+    check_product(kernels, tile, shape, kind)
+
+
 def check_product(
     kernels: tuple[ModuleType, torch.dtype],
-    tile: tuple[int, bool],
+    tile: tuple[int, bool, int],
     shape: tuple[int, int, int],
     kind: str,
 ) -> None:
