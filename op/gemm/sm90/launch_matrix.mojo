@@ -13,6 +13,7 @@ from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .boxes import box_of, stored_type
 from .config import THREADS, TILE_ROWS, Config
+from .inside import box_columns_of_b, box_rows
 from .kernel import matrix_kernel
 from .parts import (
     HALVES,
@@ -96,10 +97,12 @@ def launch_parts[
     var n = Int(product.n)
     var k = Int(product.k)
     ref ctx = gpu.context
-    comptime a_rows = row_elements[
-        dtype
-    ]() if config.a_transposed else TILE_ROWS
-    comptime b_rows = config.b_box_rows()
+    var a_rows = box_rows[E, H](config, m)
+    comptime if config.a_transposed:
+        a_rows = row_elements[dtype]()
+    var b_rows = box_columns_of_b[E, H](config, n)
+    comptime if config.b_transposed:
+        b_rows = config.b_box_rows()
     comptime c_dtype = stored_type[E, dtype]()
     comptime box = box_of[E, c_dtype](config)
     var a_map = operand_map[dtype, config.a_transposed](

@@ -11,6 +11,12 @@ from .addend import boxes_of
 from .barriers import mbarrier_expect_bytes, mbarrier_wait
 from .config import SLICE_COLUMNS, TILE_ROWS, Config
 from .eight_bits import result_type
+from .inside import (
+    box_columns_of_b,
+    box_rows,
+    first_inside,
+    stays_inside,
+)
 from .parts import (
     HALVES,
     IN_TURN,
@@ -235,6 +241,18 @@ def produce[
     comptime sharers = config.sharers()
     comptime columns = config.columns
     comptime b_rows = columns // sharers
+    comptime inside = stays_inside[E, H](config)
+    var bytes = Int32(config.a_bytes() + config.b_bytes())
+    comptime if inside:
+        bytes = Int32(box_rows[E, H](config, Int(product.m)) * ROW_BYTES)
+        comptime if config.b_transposed:
+            bytes += Int32(config.b_bytes())
+        else:
+            bytes += Int32(
+                box_columns_of_b[E, H](config, Int(product.n))
+                * sharers
+                * ROW_BYTES
+            )
     var at = RingPlace(0, 1)
     var parity = UInt32(1)
     var consumer = UInt32(0)
@@ -247,14 +265,20 @@ def produce[
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
-        var row = Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS))
+        var row = first_inside[inside](
+            Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS)),
+            product.m,
+            TILE_ROWS,
+        )
         var tile_column = place[1]
         var n = product.n
         var part = UInt32(0)
         comptime if config.parts == SIDE_BY_SIDE:
             part, tile_column = parts.find(tile_column)
             n = size_of_part(product.sizes, part)
-        var column = Int32(tile_column * UInt32(columns))
+        var column = first_inside[inside](
+            Int32(tile_column * UInt32(columns)), n, columns
+        )
         var b_row = column + Int32(rank) * Int32(b_rows)
         comptime if config.parts == HALVES:
             # Each of two blocks fetches one of the halves for both.
@@ -280,9 +304,7 @@ def produce[
                 b_map = part_of(b_maps, part)
             var full = shared.full(at.slot)
             mbarrier_wait(shared.empty(at.slot), at.parity)
-            mbarrier_expect_bytes(
-                full, Int32(config.a_bytes() + config.b_bytes())
-            )
+            mbarrier_expect_bytes(full, bytes)
             var k = Int32(block) * Int32(row_elements[dtype]())
             comptime if config.parts == STACKED and config.a_transposed:
                 _load_stacked[config](
