@@ -29,7 +29,7 @@ ROWS = (16, 64, math.inf)
 TILED = 64
 TERMS = 8
 # Another one for each change of what the terms are: costs of other terms say nothing.
-VERSION = 2
+VERSION = 3
 # The choices, each among a dtype's strategies: launched, then in a graph, with folds kept and
 # without; then the product after a pass.
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]

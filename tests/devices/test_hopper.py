@@ -103,6 +103,8 @@ def test_model_chooses_well_at_sizes_it_was_not_fitted_to(kind: str, gpu_calls: 
     paths = sorted(fitted_path.parent.glob(f"gpu-regret-{kind}*.json"))
     assert paths
     seeds = [[call for call in calls_of(path) if call[:4] not in fitted_to] for path in paths]
+    if "left_out" in json.loads(fitted_path.read_text()):
+        seeds = [list(filter(_has_the_kernel_it_had, calls)) for calls in seeds]
     terms = gpu_calls.terms_of([call for calls in seeds for call in calls])
     device = hopper.load(choice.SHIPPED / f"{kind}.json")
     for is_launched, place in ((True, 1), (False, 3)):
@@ -117,6 +119,12 @@ def test_model_chooses_well_at_sizes_it_was_not_fitted_to(kind: str, gpu_calls: 
         ]
         assert all(statistics.median(each) <= 1.01 for each in ratios)
         assert statistics.mean(ratio for each in ratios for ratio in each) < 1.01
+
+
+def _has_the_kernel_it_had(call: GpuCall) -> bool:
+    """Return whether a call has few rows, or whole tiles, of which more than half of 132 SMs."""
+    is_whole = call.M % 128 == 0 and call.N % 64 == 0
+    return hopper.place(call) < 2 or (is_whole and call.M // 128 * call.N // 64 > 66)
 
 
 def _timed(dtype: str, M: int, composed: float, around: float, launched: float) -> GpuCall:

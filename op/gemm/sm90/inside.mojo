@@ -27,7 +27,7 @@ def stays_inside[E: Epilogue, H: RowHook](config: Config) -> Bool:
     return (
         config.parts == WHOLE
         and not (config.a_transposed or config.adds or config.any_columns)
-        and not (H.gathers or H.passes_on)
+        and not H.passes_on
         and not (E.adds or E.adds_last or E.activates or E.gradients > 0)
         and not (E.quantizes or E.scales_blocks or E.sums_rows or E.weighs)
         and E.stores

@@ -18,7 +18,6 @@ from .tiling import (
     ROW_ALIGNMENT,
     SHAPES,
     SPLITS,
-    Split,
     Tiling,
 )
 
@@ -99,7 +98,7 @@ def launch_product[
             return
     comptime if can_split[E, dtype, b_transposed]():
         comptime for split in SPLITS:
-            if Split(tiling.columns, tiling.split) == split:
+            if tiling.columns == split.columns and tiling.split == split.blocks:
                 comptime config = Config.of(
                     split.columns, split=True, cluster=split.blocks
                 )

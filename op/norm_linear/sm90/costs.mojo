@@ -7,11 +7,15 @@ from std.math import hypot
 from std.utils import StaticTuple
 
 from ...device import Launcher
+from ...gemm.sm90.tiling import split_of
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .terms import (
+    BEHIND_PASS,
     LIBRARY,
+    OF_FOLD,
     ROW_SETS,
     TERMS,
+    TILES,
     row_set,
     terms,
     terms_of_fold,
@@ -91,6 +95,9 @@ struct Costs(TrivialRegisterPassable):
         var least = Float64.MAX
         var ours = self._terms_of_ours(m, k, n)
         var folded = terms_of_fold(ours, m, k, n)
+        # Nobody shares the sums of a fold's tiles.
+        if self._splits(m, k, n):
+            folded = terms(m, k, n, self.processors, OF_FOLD)
         var theirs = terms(m, k, n, self.processors, LIBRARY)
         comptime for i in range(_COUNT):
             comptime strategy = _STRATEGIES[i]
@@ -131,6 +138,14 @@ struct Costs(TrivialRegisterPassable):
         return (
             self._us(_OURS, rows, ours)
             <= self._us(_LIBRARY, rows, theirs) + saved
+        )
+
+    def _splits(self, m: Int, k: Int, n: Int) -> Bool:
+        """Tells whether blocks share the sums of our product's tiles."""
+        return (
+            Int(self._at(_PRODUCT)) == BEHIND_PASS
+            and row_set(m, k) == TILES
+            and split_of(m, n, k, self.processors).blocks > 1
         )
 
     def _terms_of_ours(self, m: Int, k: Int, n: Int) -> StaticTuple[Int, TERMS]:

@@ -84,6 +84,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         """
         comptime size = size_of[Self.dtype]()
         var m, n, k = call.M, products(call), call.K
+        var is_plain = Self.dtype != DType.float32 and call.activation == 0
         self.tiling = Tiling.best(
             m,
             n,
@@ -91,6 +92,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             processors,
             NARROWEST_GATE if call.activation >= GATED else 0,
             common=Self.dtype == DType.float32 or call.activation != 0,
+            splits=is_plain and strategy == FUSED,
         )
         self.computes_constants = (
             strategy == NEW_FOLD and one_weight and is_fold(call)

@@ -45,7 +45,12 @@ def linear_tiling(call: Call, processors: Int) -> Tiling:
         The choice.
     """
     return Tiling.best(
-        call.M, call.N, call.K, processors, invariant=call.invariant != 0
+        call.M,
+        call.N,
+        call.K,
+        processors,
+        invariant=call.invariant != 0,
+        splits=(call.invariant | call.residual) == 0,
     )
 
 

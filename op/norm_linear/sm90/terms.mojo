@@ -8,6 +8,7 @@ from ...gemm.sm90.config import TILE_ROWS, Config
 from ...gemm.sm90.few_rows.layout import FEW_CLUSTER, FEW_OUTPUTS
 from ...gemm.sm90.tiling import (
     MOST_FEW_ROWS,
+    SPLITS,
     STORE_CYCLES,
     VERY_FEW_ROWS,
     Tiling,
@@ -84,7 +85,7 @@ def terms(
         if product == LIBRARY:
             found = _of_library(m, k, n, processors)
         else:
-            found = _of_tiles(m, k, n, processors, product == IN_FLOAT32)
+            found = _of_tiles(m, k, n, processors, product)
     else:
         found = _of_few_rows(m, k, n, processors, product == LIBRARY)
     return terms_of_fold(found, m, k, n) if product == OF_FOLD else found
@@ -143,21 +144,41 @@ def _of_library(
 
 
 def _of_tiles(
-    m: Int, k: Int, n: Int, processors: Int, common: Bool
+    m: Int, k: Int, n: Int, processors: Int, product: Int
 ) -> StaticTuple[Int, TERMS]:
     var found = _in_tiles(m, k, n)
-    var tiling = Tiling.best(m, n, k, processors, common=common)
+    var tiling = Tiling.best(
+        m,
+        n,
+        k,
+        processors,
+        common=product == IN_FLOAT32,
+        splits=product == BEHIND_PASS,
+    )
     var config = Config.of(tiling.columns, ping_pong=tiling.ping_pong)
     var clusters = processors // config.cluster
     var tiles = count_tiles(config, m, n)
     var waves = ceildiv(tiles, clusters)
-    found[4] = _cycles(config, m, k, waves, min(tiles, clusters))
+    found[4] = _cycles(config, k, waves, min(tiles, clusters))
+    var longest = k
+    comptime for i in range(len(SPLITS)):
+        comptime split = SPLITS[i]
+        if (tiling.columns, tiling.split) == (split.columns, split.blocks):
+            # Of a cluster's two tiles, each has a cluster of its own.
+            tiles = ceildiv(m, TILE_ROWS) * ceildiv(n, split.columns)
+            waves = 1
+            longest = ceildiv(k, split.blocks)
+            # As much again as a block that stores the narrowest tile.
+            found[4] = STORE_CYCLES // 4 + split.cycles
+            found[4] += ceildiv(longest, K_BLOCK) * (
+                split.block_cycles(k, tiles * split.blocks)
+            )
     found[5] = n
     if waves == 1:
-        found[6] = k
+        found[6] = longest
     # Boxes of rows that start inside a sector are slow to fill.
     if k % _SECTOR != 0:
-        found[7] = tiles * (config.cluster_rows() + config.columns) * k
+        found[7] = tiles * (config.cluster_rows() + config.columns) * longest
     return found
 
 
@@ -181,23 +202,18 @@ def _of_few_rows(
     return found
 
 
-def _cycles(config: Config, m: Int, k: Int, waves: Int, at_once: Int) -> Int:
+def _cycles(config: Config, k: Int, waves: Int, at_once: Int) -> Int:
     """Estimates the cycles of tiles, each as long as its products or what it loads."""
     # Of what tensor cores can do, products are 87 %.
     var products = ceildiv(k, 16) * config.columns * 115 // 100
     var loaded = 2 * K_BLOCK * (config.cluster_rows() + config.columns)
     var loads = at_once * k * loaded // (K_BLOCK * _L2_BYTES)
     var cycles = max(products, loads)
-    var last = cycles
-    # Boxes that are outside the matrix in part are slow to fill: one wave waits for those of the last rows.
-    if m % TILE_ROWS != 0:
-        last = max(products, loads * 7 // 5)
     var store = STORE_CYCLES * config.columns // 128
     if config.ping_pong:
         # One consumer stores while the other multiplies, but for the last tile.
-        var all = (waves - 1) * max(cycles, (cycles + store) // 2)
-        return all + max(last, (last + store) // 2) + store
-    return waves * (cycles + store // 2) + last - cycles
+        return waves * max(cycles, (cycles + store) // 2) + store
+    return waves * (cycles + store // 2)
 
 
 def term(

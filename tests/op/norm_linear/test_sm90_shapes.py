@@ -35,7 +35,7 @@ TILING = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/tiling.mojo").read
 TILES = re.findall(r"Shape\((\d+), (True|False)", LISTED)
 TILES = [(int(columns), turns == "True", 1) for columns, turns in TILES]
 # Those that blocks of a cluster share, how many, of products with a bias or none.
-(SPLIT,) = re.findall(r"^comptime SPLITS = \[\n(.*?)^\]", TILING, re.DOTALL | re.MULTILINE)
+(SPLIT,) = re.findall(r"^comptime SPLITS = \[(.*?)\]$", TILING, re.DOTALL | re.MULTILINE)
 SPLITS = [(int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+)", SPLIT)]
 COMMON = int(re.search(r"COMMON_SHAPES = (\d+)", TILING)[1])
 NARROWEST_GATE = int(re.search(r"NARROWEST_GATE = (\d+)", TILING)[1])
@@ -68,7 +68,7 @@ ODD = [(37, 72, 7), (300, 520, 50257), (1000, 776, 1031), (128, 64, 129), (16384
 
 def test_every_shape_is_tried() -> None:
     assert len(TILES) == LISTED.count("    Shape(") > 2
-    assert len(SPLITS) == SPLIT.count("    Split(") > 1
+    assert len(SPLITS) == SPLIT.count("Split(") > 1
     assert set(GATHERING) <= set(TILES)
 
 
