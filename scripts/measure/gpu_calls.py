@@ -38,7 +38,7 @@ WEIGHTS = (
     *((2048, 2048), (1024, 4096), (1280, 5120)),
 )
 # The kind that was measured in every dtype.
-LIKE = "nvidia-h200"
+LIKE = "nvidia-h100"
 # How many random ones there are of each dtype.
 RANDOM = {"bfloat16": 260, "float16": 90, "float32": 60}
 

@@ -35,7 +35,9 @@ from fused_norm.tuning.sizes import SEED, draw_for_gpu
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TILING = (ROOT / "op/gemm/sm90/tiling.mojo").read_text()
-TILES = [(int(n), p == "True", 1) for n, p in re.findall(r"Shape\((\d+), (True|False)", TILING)]
+LISTED = re.search(r"^comptime SHAPES = \[(.*?)^\]", TILING, re.DOTALL | re.MULTILINE)
+SHAPES = re.findall(r"Shape\((\d+), (True|False)", LISTED[1] if LISTED else "")
+TILES = [(int(n), p == "True", 1) for n, p in SHAPES]
 SPLITS = [(int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+),", TILING)]
 # Columns, whether consumers alternate, and how many blocks share the sums.
 Tile = tuple[int, bool, int]

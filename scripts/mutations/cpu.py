@@ -619,6 +619,14 @@ MUTATIONS = (
         FORWARD_PLANS,
     ),
     Mutation(
+        "blocks share the sums of a fold's tiles as well",
+        "cpu",
+        "op/norm_linear/sm90/costs.mojo",
+        "        if self._splits(m, k, n):\n",
+        "        if self._splits(m, k, n) and m < 0:\n",
+        FORWARD_PLANS,
+    ),
+    Mutation(
         "a gate's gradient whose halves end within a box",
         "cpu",
         "op/norm_linear/sm90/linear_backward.mojo",

@@ -20,7 +20,7 @@ from .config import TILE_ROWS, Config
 from .counters import Progress
 from .elements import Elements
 from .h_rows import HRows
-from .inside import first_inside, stays_inside
+from .inside import stays_inside
 from .multiplier import Multiplier
 from .parts import (
     HALVES,
@@ -198,9 +198,9 @@ def consume[
         comptime if config.sharers() > 1:
             first_row += rank * UInt32(TILE_ROWS)
         comptime inside = stays_inside[E, H](config)
-        first_row = down + UInt32(
-            first_inside[inside](Int32(first_row), product.m, TILE_ROWS)
-        )
+        comptime if inside:
+            first_row = min(first_row, UInt32(product.last_row))
+        first_row += down
         var row = first_row + warp_in_group * 16
         var tile_column = place[1]
         comptime if config.loads_h:
@@ -210,11 +210,9 @@ def consume[
             var its_place = Parts(product.sizes, columns).find(tile_column)
             c_map = part_of(c_maps, its_place[0])
             tile_column = its_place[1]
-        var column = UInt32(
-            first_inside[inside](
-                Int32(tile_column * UInt32(columns)), product.n, columns
-            )
-        )
+        var column = tile_column * UInt32(columns)
+        comptime if inside:
+            column = min(column, UInt32(product.last_column))
         var previous = UInt32(0)
         var gathered = Halves[H.Sums, halves]()
         var sums = TransposedSums(0)

@@ -1,14 +1,18 @@
 """Tiles that end where the matrix does: TMA fills boxes that are outside in part more slowly.
 
-The last tiles of rows and of columns start earlier, where the matrix has as many. What two tiles have of c, both
-compute alike, from the same k blocks in the same order. A matrix with fewer has boxes of what there is: of the other
-rows, and columns, nothing is stored.
+The last tiles of rows and of columns start earlier, where the matrix has as many and there are few waves. What two tiles
+have of c, both compute alike, from the same k blocks in the same order. A matrix with fewer has boxes of what there is: of
+the other rows, and columns, nothing is stored.
 """
 
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .config import TILE_ROWS, Config
 from .parts import WHOLE
+
+# Measured on an H200 (docs/hopper-log.md, "Few tiles").
+comptime _MOST_WAVES = 2
+comptime _LONG = 512
 
 
 def stays_inside[E: Epilogue, H: RowHook](config: Config) -> Bool:
@@ -71,11 +75,15 @@ def box_columns_of_b[E: Epilogue, H: RowHook](config: Config, n: Int) -> Int:
     return whole
 
 
-@doc_hidden
-@always_inline
-def first_inside[inside: Bool](first: Int32, size: Int32, tile: Int) -> Int32:
-    """Moves where a tile starts to where one fits, or to 0."""
-    comptime if inside:
-        return min(first, max(size - Int32(tile), 0))
-    else:
-        return first
+def is_worth_it(tiles: Int, clusters: Int, k: Int) -> Bool:
+    """Tells whether boxes that are outside in part take longer than what two tiles both compute and store.
+
+    Args:
+        tiles: Tiles of clusters.
+        clusters: Clusters that run together.
+        k: Length of the sums.
+
+    Returns:
+        Whether it does: in few waves, each of long sums.
+    """
+    return tiles <= _MOST_WAVES * clusters and k >= _LONG

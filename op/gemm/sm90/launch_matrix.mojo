@@ -13,7 +13,12 @@ from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .boxes import box_of, stored_type
 from .config import THREADS, TILE_ROWS, Config
-from .inside import box_columns_of_b, box_rows
+from .inside import (
+    box_columns_of_b,
+    box_rows,
+    is_worth_it,
+    stays_inside,
+)
 from .kernel import matrix_kernel
 from .parts import (
     HALVES,
@@ -229,8 +234,13 @@ def launch_parts[
     comptime if config.any_columns:
         product.c = Int64(c.addresses[0])
     var clusters = count_tiles(config, m, n)
+    var at_once = gpu.processors // config.cluster
+    comptime if stays_inside[E, H](config):
+        if is_worth_it(clusters, at_once, k):
+            product.last_row = Int32(max(m - TILE_ROWS, 0))
+            product.last_column = Int32(max(n - config.columns, 0))
     comptime if not config.split:
-        clusters = min(clusters, gpu.processors // config.cluster)
+        clusters = min(clusters, at_once)
     var kernel = ctx.compile_function[matrix_kernel[dtype, config, E, H]](
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
             UInt32(config.shared_bytes())

@@ -14,7 +14,6 @@ from .eight_bits import result_type
 from .inside import (
     box_columns_of_b,
     box_rows,
-    first_inside,
     stays_inside,
 )
 from .parts import (
@@ -265,20 +264,17 @@ def produce[
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
-        var row = first_inside[inside](
-            Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS)),
-            product.m,
-            TILE_ROWS,
-        )
+        var row = Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS))
         var tile_column = place[1]
         var n = product.n
         var part = UInt32(0)
         comptime if config.parts == SIDE_BY_SIDE:
             part, tile_column = parts.find(tile_column)
             n = size_of_part(product.sizes, part)
-        var column = first_inside[inside](
-            Int32(tile_column * UInt32(columns)), n, columns
-        )
+        var column = Int32(tile_column * UInt32(columns))
+        comptime if inside:
+            row = min(row, product.last_row)
+            column = min(column, product.last_column)
         var b_row = column + Int32(rank) * Int32(b_rows)
         comptime if config.parts == HALVES:
             # Each of two blocks fetches one of the halves for both.

@@ -44,6 +44,10 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     """Finishes the sums."""
     var hook: Self.H
     """What is done with the rows."""
+    var last_row: Int32
+    """Where the last tile of rows starts at the latest."""
+    var last_column: Int32
+    """Where the last tile of columns starts at the latest."""
     var c: Int64
     """Address of c, where threads store it."""
     var float32: Int64
@@ -77,6 +81,8 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.a_is_new = 0
         self.epilogue = epilogue
         self.hook = hook
+        self.last_row = Int32.MAX
+        self.last_column = Int32.MAX
         self.c = 0
         self.float32 = 0
         self.row_sums = StaticTuple[Int64, MOST_PARTS](fill=0)

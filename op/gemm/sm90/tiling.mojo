@@ -67,10 +67,13 @@ struct Split(Equatable, TrivialRegisterPassable):
             The cycles.
         """
         var own = self.of_block
-        # Boxes of rows that start inside a sector are slow to fill.
+        var loaded = 2 * K_BLOCK * (TILE_ROWS + self.columns)
+        # Boxes of rows that start inside a sector are slow to fill, and take two lines of a cache for each.
         if k % _SECTOR != 0:
             own = own * 3 // 2
-        var loaded = 2 * K_BLOCK * (TILE_ROWS + self.columns)
+            loaded *= 2
+        elif k % K_BLOCK != 0:
+            loaded = loaded * 3 // 2
         return max(own, at_once * loaded // _L2_BYTES)
 
 
