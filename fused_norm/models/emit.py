@@ -7,13 +7,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import SymInt
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
+from fused_norm.models.calls import Left
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.flow import Flow
 from fused_norm.models.sites import Site
-from fused_norm.models.values import computed, value
+from fused_norm.models.values import are_same, computed, is_tensor, shape, value
 
 _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
@@ -46,12 +50,19 @@ class Emitter:
         Args:
             like: A node under the same modes, whose module the new one is attributed to.
             target: A function, or the name of a method.
-            args: Its arguments.
+            args: Its arguments. A dynamic size, which a graph only takes from a node, may be among
+                them as traced.
             kwargs: Its arguments by name.
 
         Raises:
+            Left: If no node holds a dynamic size.
             RuntimeError: Like the target for such arguments; so are other errors.
         """
+        reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Node)]
+        args, kwargs = map_aggregate(
+            (args, kwargs),
+            lambda v: self._holder(v, reads, like) if isinstance(v, SymInt) else v,
+        )
         if isinstance(target, str):
             node = self.graph.call_method(target, args, kwargs)
         else:
@@ -61,6 +72,28 @@ class Emitter:
         self.flow.add(node, like)
         self.trace(node, like)
         return node
+
+    def _holder(self, size: SymInt, reads: Iterable[Node], like: Node) -> Node:
+        """Return a node before the insertion point that has a size as its value, perhaps a new one.
+
+        Only inputs and what the new node reads anyway are asked for their size: another tensor may
+        be one that a call is about to replace.
+        """
+        here = node = self.graph.call_method("size")
+        before = list[Node]()
+        while (node := node.prev).op != "root":
+            before.append(node)
+        before.reverse()
+        self.graph.erase_node(here)
+        for node in before:
+            if isinstance(value(node), SymInt) and are_same(value(node), size):
+                return node
+        for node in [*reads, *(node for node in before if node.op == "placeholder")]:
+            sizes = shape(node) if is_tensor(node) else ()
+            for dim, each in enumerate(sizes):
+                if are_same(each, size):
+                    return self.emit(like, "size", node, dim)
+        raise Left(f"no input has the dynamic size {size}")
 
     def trace(self, node: Node, like: Node) -> None:
         """Run a node on the fake values of its arguments, and keep its own.

@@ -211,10 +211,7 @@ def _put(head: _Head, emitter: Emitter, site: Site) -> None:
         for view in head.views:
             v = form(view)
             if v.kind == "view" and view.target not in ("flatten", torch.flatten):
-                features = shape(rows)[-1]
-                # A graph takes a dynamic size from a node alone.
-                features = features if isinstance(features, int) else emit("size", rows, -1)
-                rows = emit(torch.reshape, rows, (-1, features))
+                rows = emit(torch.reshape, rows, (-1, shape(rows)[-1]))
             elif v.kind != "contiguous":
                 rows = emit(view.target, rows, *view.args[1:], **view.kwargs)
         weight = emit(torch.t, product.weight) if product.is_transposed else product.weight

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fused_norm.models.calls import Left
 from fused_norm.models.emit import Emitter
 from fused_norm.models.sites import Site
 from fused_norm.models.values import value
@@ -46,7 +49,10 @@ def test_a_call_replaces_nodes_and_its_site_says_what_that_saves() -> None:
 
 
 def emitted_after(
-    function: Callable[..., Tensor], emit: Callable[[Emitter, Node], Node], *inputs: Tensor
+    function: Callable[..., Tensor],
+    emit: Callable[[Emitter, Node], Node],
+    *inputs: Tensor,
+    dynamic: bool | None = None,
 ) -> Any:
     """Return the value of a node that is emitted after a graph's last one, and that one's own."""
     found: list[Any] = []
@@ -60,7 +66,7 @@ def emitted_after(
         return module
 
     torch._dynamo.reset()
-    torch.compile(function, backend=look, fullgraph=True)(*inputs)
+    torch.compile(function, backend=look, fullgraph=True, dynamic=dynamic)(*inputs)
     return found
 
 
@@ -118,3 +124,51 @@ def test_a_new_value_is_under_the_modes_of_its_place(x: Tensor, mode: Any) -> No
     with torch.no_grad():
         new, _ = emitted_after(torch.neg, emit, x)
         assert not new.requires_grad
+
+
+def scaled(x: Tensor, gamma: Tensor | float, weight: Tensor) -> Tensor:
+    """Return a layer of an RMSNorm, of rows whose number of features is read before."""
+    x = x.view(-1, x.shape[-1])
+    rows = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return F.linear(rows * gamma, weight)
+
+
+def by_a_number(x: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
+    return scaled(x, 2.0, weight)
+
+
+def of_doubled(x: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
+    return scaled(torch.cat((x, x), -1), gamma, torch.cat((weight, weight), -1))
+
+
+@pytest.mark.parametrize("function", [scaled, by_a_number, of_doubled])
+def test_a_dynamic_size_is_taken_from_a_node(function: Callable[..., Tensor]) -> None:
+    """Regression: the graph read a name that its code had already freed, or a raw SymInt."""
+    compiled, sites = with_sites(function, dynamic=True, small=True)
+    for rows, features in (((2, 5), 16), ((3, 4), 24)):
+        inputs = torch.randn(*rows, features), torch.randn(1), torch.randn(30, features)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    assert [site.fused for site in sites] == [True]
+
+
+def test_a_dynamic_size_that_no_input_has(x: Tensor) -> None:
+    """Such a site is left. What a new node reads has the size as well."""
+    left: list[str] = []
+
+    def emit(emitter: Emitter, last: Node) -> Node:
+        nodes = list(emitter.graph.nodes)
+        rows, features = value(last).shape
+        with pytest.raises(Left) as raised:
+            emitter.emit(last, torch.ones, (rows, features + 1))
+        left.append(str(raised.value))
+        emitter.forget()
+        assert list(emitter.graph.nodes) == nodes
+        return emitter.emit(last, torch.Tensor.new_zeros, last, (rows, features))
+
+    def function(x: Tensor) -> Tensor:
+        return torch.cat((x, x), -1)
+
+    new, own = emitted_after(function, emit, x, dynamic=True)
+    assert new.shape == own.shape
+    assert len(left) == 1
+    assert left[0].startswith("no input has the dynamic size ")
