@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -56,9 +57,10 @@ MANY = 2**31
 # Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use: one
 # that was measured while few rows were packed there, as they are on Arm.
 ESTIMATED = {"arm-neon": "intel-avx2"}
-# Calls of up to as many rows had slower kernels when most kinds were measured. A file has the
-# number of the kernels for them that it was measured with.
-FEW_ROWS = 8
+# Calls of up to as many rows had slower kernels when most kinds were measured: of each kind as many
+# as op/gemm/cpu/few_rows.mojo takes in some dtype. A file has the number of the kernels for them
+# that it was measured with.
+FEW_ROWS = defaultdict(lambda: 8, {"amd-zen4": 48, "amd-zen5": 48})
 FEW_ROWS_KERNELS = 2
 
 
@@ -211,7 +213,7 @@ def measure_again(kind: str, seconds: float, commit: str | None, which: Which) -
     again = content.get("again", [])
     again = again if isinstance(again, list) else [again]
     content["again"] = [*again, {**which._asdict(), "environment": described}]
-    if which.has_all(FEW_ROWS):
+    if which.has_all(FEW_ROWS[kind]):
         content["few_rows_kernels"] = FEW_ROWS_KERNELS
     document.write_rows(file_of(kind), content, "calls", calls)
 
@@ -275,7 +277,7 @@ def fitted() -> dict[str, costs.Device]:
         about = {"measured": env["date"], "cpu": env["cpu"], "threads": env["threads"]}
         about |= {"torch": env["torch"], "calls": len(calls)}
         if content.get("few_rows_kernels") != FEW_ROWS_KERNELS:
-            about["estimated"] = f"for calls of up to {FEW_ROWS} rows, as with slower kernels"
+            about["estimated"] = f"for calls of up to {FEW_ROWS[kind]} rows, as with slower kernels"
         found[kind] = costs.fit(kind, about, calls)
     for kind, like in ESTIMATED.items():
         if kind not in found and like in found:
