@@ -34,7 +34,8 @@ def cache_dir() -> Path:
     `HOME` or in the system's list of users, a folder among the temporary files.
     """
     if explicit := os.environ.get(VARIABLE):
-        return Path(explicit).absolute()
+        # Where a service or a container reads its variables from a file, no shell expands them.
+        return Path(os.path.expanduser(explicit)).absolute()
     base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if base.startswith("~"):
         return Path(os.environ.get("TMPDIR") or "/tmp").absolute() / f"fused_norm-{os.geteuid()}"

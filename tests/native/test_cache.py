@@ -44,6 +44,17 @@ def modes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o022 for path in (folder, *folder.iterdir())}
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("~/kernels", "/home/of/a user/kernels"), ("~", "/home/of/a user"), ("/a/~/b", "/a/~/b")],
+)
+def test_home_in_the_variable(given: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no shell expands it in a file of variables, and a folder named ~ was made."""
+    monkeypatch.setenv("HOME", "/home/of/a user")
+    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", given)
+    assert cache.cache_dir() == Path(folder)
+
+
 def test_folder_is_the_users_alone_whatever_the_umask(folder: Path) -> None:
     before = os.umask(0)
     try:
