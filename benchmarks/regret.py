@@ -146,7 +146,7 @@ def table(calls: Sequence[Measured]) -> Table:
 
 def plot(calls: Sequence[Measured], path: Path) -> None:
     """Write regret and the ratio to eager over the products of a call."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     shared: Any = {"sharey": True}
     for axes, direction in zip(figure.subplots(1, 2, **shared), DIRECTIONS, strict=True):
         for dtype, color in zip(sizes.DTYPES, ("#d1495b", "#2e86ab", "#3a9d6e"), strict=True):
@@ -157,7 +157,8 @@ def plot(calls: Sequence[Measured], path: Path) -> None:
         axes.axhline(1, color="#8a8a8a", lw=0.8)
         axes.set(xscale="log", xlabel="M K N", title=direction)
     figure.axes[0].set_ylabel("dots: over the fastest strategy; crosses: over eager")
-    figure.axes[0].legend(frameon=False)
+    named, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(named, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path)
 
 

@@ -102,11 +102,12 @@ def plot(calls: Sequence[GpuCall], path: Path) -> None:
             work = [c.M * c.K * c.N for c in each]
             for ratio, mark in ((regret, "o"), (of_eager, "x")):
                 ratios = [ratio(c, "chosen", is_launched) for c in each]
-                axes.plot(work, ratios, mark, color=color, ms=4, alpha=0.7, label=dtype)
+                label = dtype if ratio is regret else None
+                axes.plot(work, ratios, mark, color=color, ms=4, alpha=0.7, label=label)
         axes.axhline(1, color="#8a8a8a", lw=0.8)
         title = "launched" if is_launched else "in a CUDA graph"
         axes.set(xscale="log", xlabel="M K N", title=title)
     figure.axes[0].set_ylabel("dots: over the fastest strategy; crosses: over eager")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.axes[0].legend(handles[::2], labels[::2], frameon=False)
+    named, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(named, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path)

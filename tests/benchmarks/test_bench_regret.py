@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import __main__ as command
 from benchmarks import regret
 from fused_norm.chain import library
 from fused_norm.devices.costs import Measured
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_ratios() -> None:
@@ -41,3 +44,23 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(call.us.keys() == {"eager", "fused", "around", "chosen"} for call in calls)
     assert all(us > 0 for call in calls for us in call.us.values())
     assert "</svg>" in plot.read_text()
+
+
+@pytest.mark.parametrize("name", ["cpu-regret-amd-zen5", "gpu-regret-nvidia-h200"])
+def test_legend_hides_no_data_and_labels_fit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: saved.append(figure))
+    given = ["--from-json", str(RESULTS / f"{name}.json"), "--plot", str(tmp_path / "regret.svg")]
+    assert regret.main(given) == 0
+    (figure,) = saved
+    figure.draw_without_rendering()
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+    (box,) = (legend.get_window_extent() for legend in legends)
+    assert not box.count_overlaps([axes.get_tightbbox() for axes in figure.axes])
+    label = figure.axes[0].yaxis.label.get_window_extent()
+    assert 0 <= label.y0 < label.y1 <= figure.bbox.height
+    names = [text.get_text() for text in legends[0].get_texts()]
+    assert names == list(dict.fromkeys(names))
+    assert names[-1] == "float16"
