@@ -803,6 +803,14 @@ MUTATIONS = (
         ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
     ),
     Mutation(
+        "a thread that takes its next task of few rows early leaves one out",
+        "cpu",
+        f"{CPU}/forward_in_place.mojo",
+        "plan.workers + job.take()",
+        "plan.workers + 1 + job.take()",
+        ("tests/op/norm_linear/test_few_rows.py", "-k", "test_bits"),
+    ),
+    Mutation(
         "a task of few rows leaves out the last of its panels",
         "cpu",
         f"{CPU}/forward.mojo",

@@ -25,19 +25,19 @@ struct Fetch[dtype: DType, can_follow: Bool](TrivialRegisterPassable):
     """Whether these rows were not."""
     var next: Bool
     """Whether to ask for the next rows."""
+    var jump: Int
+    """Elements between these rows and the next."""
     var depth: Int
     """Elements of a row."""
 
-    def __init__(
-        out self, stride: Int, depth: Int, is_first: Bool, has_next: Bool
-    ):
+    def __init__(out self, stride: Int, depth: Int, is_first: Bool, next: Int):
         """Decides how.
 
         Args:
             stride: Distance between rows.
             depth: Elements of a row.
             is_first: Whether no rows were multiplied just before.
-            has_next: Whether the rows behind these are multiplied next.
+            next: How many rows behind these those are that are multiplied next; 0 without any.
         """
         comptime rows = Blocking[Self.dtype].width
         self.in_order = (
@@ -45,7 +45,8 @@ struct Fetch[dtype: DType, can_follow: Bool](TrivialRegisterPassable):
             and rows * stride * size_of[Self.dtype]() <= _NEXT_BYTES
         )
         self.along = is_first or not self.in_order
-        self.next = has_next and self.in_order
+        self.next = next != 0 and self.in_order
+        self.jump = (next if next else rows) * stride
         self.depth = depth
 
     @always_inline
@@ -72,10 +73,10 @@ struct Fetch[dtype: DType, can_follow: Bool](TrivialRegisterPassable):
             The registers.
         """
         comptime B = Blocking[Self.dtype]
-        # Behind the end of these rows come the next of the weight.
+        # Behind the end of these rows come the next.
         var next = far
         if k + far >= self.depth:
-            next += (B.width - 1) * weight.stride
+            next += self.jump - weight.stride
         var rows = weight.part(0, k)
         comptime if not Self.can_follow:
             return load_square(rows, columns, count, next)
@@ -85,7 +86,7 @@ struct Fetch[dtype: DType, can_follow: Bool](TrivialRegisterPassable):
                     prefetch_for_read(rows.at(i, next))
             if self.next:
                 comptime line = CACHE_LINE // size_of[Self.dtype]()
-                var at = weight.at(B.width).unsafe_offset(k * B.width)
+                var at = weight.start.unsafe_offset(self.jump + k * B.width)
                 comptime for i in range(B.width * B.pair * B.width // line):
                     prefetch_for_read(at.unsafe_offset(i * line))
             return load_square[fetches=False](rows, columns, count, 0)

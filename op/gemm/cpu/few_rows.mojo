@@ -74,6 +74,9 @@ struct FewRows[dtype: DType]:
     )
     """The most rows for which this is the fastest way: with more, packing the weight once saves some."""
 
+    comptime takes_ahead = _SEVERAL_PASSES
+    """Whether a thread takes its next task before the last is done, to ask for its first rows: measured on AMD's CPUs."""
+
     comptime unit = Self.B.width * Self.B.pair
     """Features of a square."""
 
@@ -103,7 +106,7 @@ def multiply_few_rows[
     columns: Int,
     depth: Int,
     is_first: Bool,
-    left: Int,
+    next: Int,
 ):
     """Multiplies rows by rows of a weight.
 
@@ -118,7 +121,7 @@ def multiply_few_rows[
         columns: How many rows of the weight.
         depth: Products to sum.
         is_first: Whether no rows of the weight were multiplied just before these.
-        left: How many follow these and are multiplied next.
+        next: How many rows behind these, from first to first, those are that are multiplied next; 0 without any.
     """
     comptime B = Blocking[dtype]
     var flushing = _Flushing()
@@ -127,6 +130,9 @@ def multiply_few_rows[
     comptime at_once = FewRows[dtype].at_once
     var passes = ceildiv(rows, max(1, at_once))
     for column in range(0, columns, B.width):
+        var follows = B.width
+        if column + B.width >= columns:
+            follows = next - column if next else 0
         for i in range(passes):
             var first = rows * i // passes
             var count = rows * (i + 1) // passes - first
@@ -139,7 +145,7 @@ def multiply_few_rows[
                         min(B.width, columns - column),
                         depth,
                         is_first and column == 0,
-                        column + B.width < columns + left,
+                        follows,
                     )
     comptime if B.has_tiles:
         flushing.end()
@@ -180,7 +186,7 @@ def _multiply[
     columns: Int,
     depth: Int,
     is_first: Bool,
-    has_next: Bool,
+    next: Int,
 ):
     """Computes a vector of each row's sums."""
     comptime B = Blocking[dtype]
@@ -190,7 +196,7 @@ def _multiply[
     comptime chains = max(1, _CHAINS // rows if FewRows[dtype].is_narrow else 1)
     comptime far = chains * B.depth
     var fetch = Fetch[dtype, FewRows[dtype].is_narrow](
-        weight.stride, depth, is_first, has_next
+        weight.stride, depth, is_first, next
     )
     var total = Array[Acc, rows](fill=Acc(0))
     var rest = 0

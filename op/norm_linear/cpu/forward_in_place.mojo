@@ -71,26 +71,45 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
     var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
     var room = Room[dtype](arena, plan)
     var weight = Matrix[dtype](call.weight, call.K)
-    while True:
-        var begin = job.take() * plan.task_columns
-        if begin >= call.N:
-            return
+    comptime ahead = FewRows[dtype].takes_ahead
+    var task = worker if ahead else job.take()
+    var begin = task * plan.task_columns
+    var is_first = True
+    while begin < call.N:
         var end = min(call.N, begin + plan.task_columns)
+        var after = end
         for first in range(begin, end, B.tile_n):
             var columns = min(B.tile_n, end - first)
+            after = first + columns
+            comptime if ahead:
+                # No earlier, so that threads end at the same time.
+                if after == end:
+                    task = plan.workers + job.take()
+                    after = task * plan.task_columns
             for which in range(plan.halves):
+                var row = which * call.N + first
+                var next = columns if first + columns < end else 0
+                comptime if ahead:
+                    if which + 1 < plan.halves:
+                        next = call.N
+                    else:
+                        next = after - row if after < call.N else 0
                 multiply_few_rows[dtype](
                     room.sums_of(which),
                     _rows(job),
-                    weight.part(which * call.N + first, 0),
+                    weight.part(row, 0),
                     call.M,
                     columns,
                     call.K,
-                    first == begin,
-                    end - first - columns,
+                    is_first if ahead else first == begin,
+                    next,
                 )
+                is_first = False
             var half = room.half(call, 0, first, columns, 0)
             var other = half
             if plan.halves > 1:
                 other = room.half(call, 1, first, columns, 1)
             finish_columns(call, 0, first, call.M, columns, half, other)
+        begin = after
+        comptime if not ahead:
+            begin = job.take() * plan.task_columns
