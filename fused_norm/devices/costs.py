@@ -11,9 +11,8 @@ not negative. They are fitted to the ratios of model and measurement by least sq
 dtype, direction and strategy, and separately for one row, few rows and many: PyTorch and we have
 separate code for each. One row in float32 has two sets: with a weight that caches no longer hold
 when the next call comes, PyTorch's product takes longer for each output. An activation changes a, e
-and f. The costs of `around` are kept AROUND_GAINS as high as fitted. If the model would choose a
-strategy that was measured to be slower by more than 3 %, the measured size is an exception: sizes
-near it take the strategy that was faster there.
+and f. If the model would choose a strategy that was measured to be slower by more than 3 %, the
+measured size is an exception: sizes near it take the strategy that was faster there.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ FRESH = 2**25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Smaller differences between strategies do not count.
 TOLERATED = 0.03
-# PyTorch's product has to gain more than this by the model: where it is predicted to gain less, it
-# loses more than it gains, on calls of every measured kind that were left out of the fit.
-AROUND_GAINS = 1.05
-# Of the terms, and of what is kept of them.
+# Another one for each change of what the terms are: costs of other terms say nothing.
 VERSION = 1
 SWEEPS = 2000
 Kind = TypeVar("Kind")
@@ -106,7 +102,7 @@ class Device(NamedTuple):
     version: int = VERSION
 
     def us(self, call: Measured, strategy: str) -> float | None:
-        """Return the time that decides for a call, None if nothing like it was measured."""
+        """Return the time of a call by the model, None if nothing like it was measured."""
         costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {strategy}")
         if costs is None:
             return None
@@ -252,9 +248,6 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
                 both = zip(parts, bare, strict=True)
                 found = [_fitted(part, strategy, ACTIVATED, base) for part, base in both]
             costs[f"{dtype} {kind} {direction} {strategy}"] = found
-    for each, sets in costs.items():
-        if each.endswith(" around"):
-            costs[each] = [[float(f"{AROUND_GAINS * cost:.6g}") for cost in one] for one in sets]
     device = Device(name, about, costs, [])
     for call in calls:
         by_model = [device.us(call, strategy) or 0.0 for strategy in STRATEGIES]
