@@ -114,6 +114,9 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Terms]) -> dict[
             "driver": env["driver"],
         }
         about |= {"torch": env["torch"], "calls": len(calls)}
+        # Of kernels that are no longer there, times say nothing.
+        if "left_out" in content:
+            about["estimated"] = content["left_out"]["estimated"]
         found[kind] = hopper_fit.fit(kind, about, calls, counted(calls))
     like = found.get(LIKE)
     if like is None:

@@ -95,6 +95,8 @@ def _h200() -> list[str]:
                 "forward, seed 7331": f"{RESULTS}/gpu-regret-nvidia-h200-seed-7331.json",
                 "forward, seed 9241": f"{RESULTS}/gpu-regret-nvidia-h200-seed-9241.json",
                 "forward, seed 12007": f"{RESULTS}/gpu-regret-nvidia-h200-seed-12007.json",
+                "forward, seed 15511": f"{RESULTS}/gpu-regret-nvidia-h200-seed-15511.json",
+                "forward, seed 20011": f"{RESULTS}/gpu-regret-nvidia-h200-seed-20011.json",
                 "training": f"{RESULTS}/gpu-regret-training-nvidia-h200.json",
             }
         ),

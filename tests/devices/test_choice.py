@@ -83,27 +83,6 @@ def test_model_is_near_what_was_measured(cpu_calls: Any, fitted: dict[str, costs
         assert len(device.exceptions) < len(calls) / 6, kind
 
 
-@pytest.mark.parametrize(("gain", "expected"), [(0.99, "around"), (1.03, "fused")])
-def test_around_has_to_gain_some_to_be_chosen(gain: float, expected: str) -> None:
-    """Of a model that is exact, just beyond and just below what it has to gain."""
-    calls = [
-        Measured("float32", "", "forward", 1, M, K, N, {})
-        for M in (1, 4, 100)
-        for K in (16, 700, 2000)
-        for N in (16, 300, 3000)
-    ]
-    timed = []
-    for call in calls:
-        us = 5 + 1e-4 * call.terms()[1] + 1e-3 * call.terms()[2]
-        around = us / costs.AROUND_GAINS * gain
-        timed.append(call._replace(us={"fused": us, "around": around}))
-    device = costs.fit("cpu", {}, timed)
-    for call in timed:
-        us = {strategy: device.us(call, strategy) for strategy in costs.STRATEGIES}
-        assert min(us, key=us.__getitem__) == expected
-    assert not device.exceptions
-
-
 def _device(name: str, fused: float, around: float, exceptions: list[list[Any]]) -> costs.Device:
     """Return a device on which products cost what is given, and nothing else anything."""
     by_strategy = {"fused": fused, "around": around}
