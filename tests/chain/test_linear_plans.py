@@ -34,7 +34,7 @@ PLANS = {
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
     (8192, 1024, 4136): (True, True, False, True, False, True, True, False),
     # So would those of its gradients, of which h has 1016.
-    (8192, 1016, 4096): (False, True, True, True, True, True, False, False),
+    (8192, 1016, 4096): (False, True, True, True, False, True, False, False),
     # Rows that are not aligned to 16 bytes.
     (8192, 1024, 1028): (False, False, False, False, False, False, False, False),
 }
