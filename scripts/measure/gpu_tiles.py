@@ -35,10 +35,13 @@ from fused_norm.tuning.sizes import SEED, draw_for_gpu
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TILING = (ROOT / "op/gemm/sm90/tiling.mojo").read_text()
+FEW_TILES = (ROOT / "op/gemm/sm90/few_tiles.mojo").read_text()
 LISTED = re.search(r"^comptime SHAPES = \[(.*?)^\]", TILING, re.DOTALL | re.MULTILINE)
 SHAPES = re.findall(r"Shape\((\d+), (True|False)", LISTED[1] if LISTED else "")
 TILES = [(int(n), p == "True", 1) for n, p in SHAPES]
-SPLITS = [(int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+),", TILING)]
+SPLITS = [
+    (int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+),", FEW_TILES)
+]
 # Columns, whether consumers alternate, and how many blocks share the sums.
 Tile = tuple[int, bool, int]
 # As tests/mojo/sm90_shapes.mojo counts its products; one shape gathers statistics.

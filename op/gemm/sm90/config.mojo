@@ -19,6 +19,8 @@ comptime CONSUMERS = 2
 """Consumer warpgroups."""
 comptime TILE_ROWS = 64 * CONSUMERS
 """Rows of a block's tile."""
+comptime ROW_ALIGNMENT = 16
+"""TMA stores rows that start at multiples of this many bytes."""
 comptime CONSUMER_WARPS = 4 * CONSUMERS
 """Warps that multiply and store."""
 comptime BOX_BYTES = 16 * ROW_BYTES

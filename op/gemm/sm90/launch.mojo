@@ -5,9 +5,10 @@ from std.sys import size_of
 from ...device import Gpu
 from ..epilogue import Epilogue
 from ..row_hook import NoHook
-from .config import Config
+from .config import ROW_ALIGNMENT, Config
 from .eight_bits import is_eight_bits
 from .few_rows.launch import launch_few_rows
+from .few_tiles import SPLITS
 from .launch_matrix import BAND, launch_matrix
 from .product import Product
 from .tiling import (
@@ -15,9 +16,7 @@ from .tiling import (
     COMMON_SHAPES,
     FEW_ROWS,
     NARROWEST_GATE,
-    ROW_ALIGNMENT,
     SHAPES,
-    SPLITS,
     Tiling,
 )
 

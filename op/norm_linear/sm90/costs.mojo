@@ -7,7 +7,7 @@ from std.math import hypot
 from std.utils import StaticTuple
 
 from ...device import Launcher
-from ...gemm.sm90.tiling import split_of
+from ...gemm.sm90.few_tiles import split_of
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .terms import (
     BEHIND_PASS,

@@ -6,9 +6,9 @@ from std.utils import StaticTuple
 
 from ...gemm.sm90.config import TILE_ROWS, Config
 from ...gemm.sm90.few_rows.layout import FEW_CLUSTER, FEW_OUTPUTS
+from ...gemm.sm90.few_tiles import SPLITS
 from ...gemm.sm90.tiling import (
     MOST_FEW_ROWS,
-    SPLITS,
     STORE_CYCLES,
     VERY_FEW_ROWS,
     Tiling,

@@ -35,7 +35,8 @@ TILING = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/tiling.mojo").read
 TILES = re.findall(r"Shape\((\d+), (True|False)", LISTED)
 TILES = [(int(columns), turns == "True", 1) for columns, turns in TILES]
 # Those that blocks of a cluster share, how many, of products with a bias or none.
-(SPLIT,) = re.findall(r"^comptime SPLITS = \[(.*?)\]$", TILING, re.DOTALL | re.MULTILINE)
+FEW_TILES = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/few_tiles.mojo").read_text()
+(SPLIT,) = re.findall(r"^comptime SPLITS = \[(.*?)\]$", FEW_TILES, re.DOTALL | re.MULTILINE)
 SPLITS = [(int(n), False, int(blocks)) for n, blocks in re.findall(r"Split\((\d+), (\d+)", SPLIT)]
 COMMON = int(re.search(r"COMMON_SHAPES = (\d+)", TILING)[1])
 NARROWEST_GATE = int(re.search(r"NARROWEST_GATE = (\d+)", TILING)[1])
