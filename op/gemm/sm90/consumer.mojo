@@ -328,7 +328,7 @@ def consume[
                 comptime if E.vectors > 0:
                     comptime size = size_of[E.vector_type(0)]()
                     vectors += rank * UInt32(together.columns * size)
-                    mbarrier_wait(shared.vectors_full(tile), parity)
+                    mbarrier_wait(shared.vectors_full(0), parity)
                 Rows(
                     product.epilogue,
                     terms.upper[0],
